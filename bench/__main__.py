@@ -26,6 +26,7 @@ from bench.fanout import measure_fan_out
 from bench.gaps import SHAPE_500_MB, measure_gaps
 from bench.generation import QUICK_TOKENS, TOKENS, NotUp, have_vllm, measure_fake, measure_vllm
 from bench.large import LargeSize, large_tables, measure_large
+from bench.observers import measure_observed
 from bench.published import measure_published
 from bench.pulls import measure_pulls
 from bench.report import (
@@ -39,6 +40,7 @@ from bench.report import (
     fan_out_rows,
     gap_rows,
     ipc_rows,
+    observed_rows,
     published_rows,
     pull_rows,
     ratio_table,
@@ -75,6 +77,8 @@ QUICK_DELTA_BYTES = 32 << 20
 DELTA_ROUNDS, QUICK_DELTA_ROUNDS = 7, 2
 RECEIVERS = (1, 3)
 STREAMS, QUICK_STREAMS = (1, 32, 256), (1, 8)
+OBSERVED_TOKENS = 512
+"""The tokens of each stream, so that a round has several scrapes."""
 STREAM_ROUNDS, QUICK_STREAM_ROUNDS = 9, 2
 KILLS, PROBED_KILLS, JOINS = 20, 5, 50
 QUICK_KILLS, QUICK_PROBED_KILLS, QUICK_JOINS = 2, 1, 3
@@ -203,6 +207,18 @@ async def published(scratch: Path, size: Size) -> list[Row]:
     return published_rows(await measure_published(model, backends, rounds))
 
 
+async def observed(scratch: Path, size: Size) -> list[Row]:
+    sizes = QUICK_STREAMS if size.quick else STREAMS
+    rounds, tokens = (QUICK_STREAM_ROUNDS, QUICK_TOKENS) if size.quick else (STREAM_ROUNDS, OBSERVED_TOKENS)
+    _say("streams of a fleet that is watched …")
+    model = make_fake_model(scratch / "model", 0)
+    return [
+        row
+        for times in await measure_observed(model, scratch, sizes, rounds, tokens)
+        for row in observed_rows(times)
+    ]
+
+
 async def generation(scratch: Path, size: Size) -> list[Row]:
     sizes = QUICK_STREAMS if size.quick else STREAMS
     rounds, tokens = (QUICK_STREAM_ROUNDS, QUICK_TOKENS) if size.quick else (STREAM_ROUNDS, TOKENS)
@@ -224,6 +240,7 @@ async def generation(scratch: Path, size: Size) -> list[Row]:
 
 
 MEASURED = {
+    "observed": observed,
     "fan_outs": fan_outs,
     "times": times,
     "updates": updates,

@@ -79,6 +79,8 @@ class Fleet:
     urls: list[str]
     processes: dict[str, int]
     """Their names, PROCESSES, and pids; of the frontends the first one."""
+    rl_url: str
+    """The facade of the first frontend."""
 
 
 async def direct_round(engine: FakeEngine, count: int, tokens: int) -> Round:
@@ -101,27 +103,29 @@ async def direct_round(engine: FakeEngine, count: int, tokens: int) -> Round:
 
 
 async def measure_fake(model: Path, sizes: Sequence[int], rounds: int, tokens: int) -> list[StreamTimes]:
-    """Ways: `direct`, `bare` and `plane`, paced; `unpaced` and `two frontends`, as fast as they can."""
+    """Ways: `direct`, `bare` and `plane`, paced, and `whole`, likewise without a stream; `unpaced` and `two frontends`,
+    as fast as they can."""
     found = []
     async with (
-        _fleet(model, "fake", {"token_delay_s": str(PACE_S)}, 1) as paced,
-        _fleet(model, "fake", {}, 2) as fast,
+        fleet(model, "fake", {"token_delay_s": str(PACE_S)}, 1) as paced,
+        fleet(model, "fake", {}, 2) as fast,
         _bare_path(tokens) as bare_url,
     ):
         engine = FakeEngine(EngineOptions(model, extra={"token_delay_s": str(PACE_S)}), {})
         await engine.start()
         body = {**BODY, "max_tokens": tokens}
-        one, bare = Streams(paced.urls), Streams([bare_url])
+        one, bare = Streams(paced.urls, paced.processes), Streams([bare_url])
         quick, two = Streams(fast.urls[:1], fast.processes), Streams(fast.urls)
         for size in sizes:
             times = StreamTimes(
-                size, {name: [] for name in ("direct", "bare", "plane", "unpaced", "two frontends")}
+                size, {name: [] for name in ("direct", "bare", "plane", "whole", "unpaced", "two frontends")}
             )
             for number in range(-WARM_UP, rounds):
                 measured = {
                     "direct": await direct_round(engine, size, tokens),
                     "bare": await bare.run(size, body, tokens),
                     "plane": await one.run(size, body, tokens),
+                    "whole": await one.run(size, {**body, "stream": False}, tokens),
                     "unpaced": await quick.run(size, body, tokens),
                     "two frontends": await two.run(size, body, tokens),
                 }
@@ -132,10 +136,11 @@ async def measure_fake(model: Path, sizes: Sequence[int], rounds: int, tokens: i
 
 
 async def measure_vllm(model: Path, sizes: Sequence[int], rounds: int, tokens: int) -> list[StreamTimes]:
-    """Ways: `plane` and `vllm`, its own server. Both are up all the time, and are asked in turn."""
+    """Ways: `plane` and `vllm`, its own server, and each with whole replies. Both are up all the time, and are asked in
+    turn."""
     found = []
     with _VllmServer(model) as theirs:
-        async with _fleet(model, "vllm", VLLM_ARGUMENTS, 1) as ours:
+        async with fleet(model, "vllm", VLLM_ARGUMENTS, 1) as ours:
             await asyncio.to_thread(theirs.wait)
             body = {**BODY, "max_tokens": tokens}
             one, other = (
@@ -143,12 +148,14 @@ async def measure_vllm(model: Path, sizes: Sequence[int], rounds: int, tokens: i
                 Streams([theirs.url], {VLLM_SERVER: theirs.process.pid}),
             )
             for size in sizes:
-                times = StreamTimes(size, {"plane": [], "vllm": []})
+                times = StreamTimes(size, {name: [] for name in ("plane", "vllm", "plane whole", "vllm whole")})
                 for number in range(-WARM_UP, rounds):
                     ways: list[tuple[str, Streams]] = [("plane", one), ("vllm", other)]
                     if number % 2:
                         ways.reverse()
                     measured = {name: await way.run(size, body, tokens) for name, way in ways}
+                    for name, way in ways:
+                        measured[f"{name} whole"] = await way.run(size, {**body, "stream": False}, tokens)
                     _keep(times, measured, number)
                 found.append(times)
     return found
@@ -165,7 +172,20 @@ def _keep(times: StreamTimes, measured: dict[str, Round], number: int) -> None:
 
 
 @asynccontextmanager
-async def _fleet(model: Path, engine: str, arguments: dict[str, str], frontends: int) -> AsyncIterator[Fleet]:
+async def fleet(
+    model: Path,
+    engine: str,
+    arguments: dict[str, str],
+    frontends: int,
+    *,
+    record: Path | None = None,
+    metrics_port: int | None = None,
+) -> AsyncIterator[Fleet]:
+    """Runs a worker, its frontends and a nats-server.
+
+    `record`: the frontends record rollouts there. `metrics_port`: of the
+    worker's page of metrics.
+    """
     with ExitStack() as stack:
         server = NatsServer()
         server.start()
@@ -180,9 +200,16 @@ async def _fleet(model: Path, engine: str, arguments: dict[str, str], frontends:
                 copies=1,
                 engine=engine,
                 engine_args=arguments,
+                metrics_port=metrics_port,
             ),
             *(
-                start_peer("frontend", nats_url=server.url, namespace=namespace, http=True)
+                start_peer(
+                    "frontend",
+                    nats_url=server.url,
+                    namespace=namespace,
+                    http=True,
+                    record=str(record) if record is not None else None,
+                )
                 for _ in range(frontends)
             ),
         ]
@@ -191,7 +218,8 @@ async def _fleet(model: Path, engine: str, arguments: dict[str, str], frontends:
         async with await RlClient.connect(server.url, namespace) as client:
             await client.wait_for(1, JOIN_TIMEOUT_S)
             pids = [ready[1].process.pid, server.process.pid, ready[0].process.pid]
-            yield Fleet([peer.said["http_url"] for peer in ready[1:]], dict(zip(PROCESSES, pids, strict=True)))
+            urls = [peer.said["http_url"] for peer in ready[1:]]
+            yield Fleet(urls, dict(zip(PROCESSES, pids, strict=True)), ready[1].said["rl_url"])
 
 
 @asynccontextmanager

@@ -144,6 +144,7 @@ def workers(
     engine_args: dict[str, str] | None = None,
     weight_roots: tuple[str, ...] = (),
     verify: bool = True,
+    metrics_port: int | None = None,
 ) -> None:
     """The real thing: worker processes as `rl-plane worker --engine fake --copies N` makes them. `verify` False: no
     tensor that arrives is hashed."""
@@ -170,6 +171,7 @@ def workers(
             engine_args=engine_args or {},
             drain_s=0.0,
             weight_roots=tuple(map(Path, weight_roots)),
+            metrics_port=metrics_port,
         ),
         lambda instance_ids: ready({"instance_ids": instance_ids}),
     )
@@ -202,8 +204,10 @@ def subscribers(ready: Ready, *, nats_url: str, prefix: str, copies: int, reply_
     _until_terminated(serve)
 
 
-def frontend(ready: Ready, *, nats_url: str, namespace: str, http: bool = False) -> None:
-    """The facade; `http`: and the generation API."""
+def frontend(
+    ready: Ready, *, nats_url: str, namespace: str, http: bool = False, record: str | None = None
+) -> None:
+    """The facade; `http`: and the generation API. `record`: a directory for rollout records."""
     from frontend.main import serve
     from frontend.server.options import FrontendOptions
 
@@ -211,7 +215,14 @@ def frontend(ready: Ready, *, nats_url: str, namespace: str, http: bool = False)
         spare_collector()
         ready(urls)
 
-    asyncio.run(serve(FrontendOptions(nats_url, namespace, rl_port=0, http_port=0 if http else None), say))
+    options = FrontendOptions(
+        nats_url,
+        namespace,
+        rl_port=0,
+        http_port=0 if http else None,
+        record=Path(record) if record is not None else None,
+    )
+    asyncio.run(serve(options, say))
 
 
 def empty_route(ready: Ready) -> None:

@@ -52,6 +52,14 @@ FIRST_TOKEN_AIM_S = 0.002
 """Later than without the plane, on an idle fleet."""
 SERVER_AIM = 1.11
 """0.9 × the tokens per second of vLLM's own server."""
+WHOLE_AIM = 0.5
+"""Nobody reads a whole reply before its end."""
+WHOLE_TIME_AIM = 1.05
+"""Rollouts end no later than at vLLM's own server."""
+WHOLE_SERVER_AIM = 1.0
+"""No more CPU than vLLM's own server."""
+OBSERVED_AIM = 1.05
+"""Within the noise of these machines."""
 FRONTENDS_AIM = 0.6
 """Two frontends: nearly twice the tokens per second of one."""
 
@@ -281,6 +289,25 @@ def stream_rows(times: StreamTimes) -> list[Row]:
             time_row(f"CPU of {name} for 1,000 tokens, {size}", times.cpu_per_thousand("unpaced", name))
             for name in PROCESSES
         ),
+        compared(
+            f"CPU for 1,000 paced tokens in whole replies, {size}",
+            None,
+            times.cpu_per_thousand("whole", *PROCESSES),
+            "in streams",
+            times.cpu_per_thousand("plane", *PROCESSES),
+            WHOLE_AIM,
+        ),
+    ]
+
+
+def observed_rows(times: StreamTimes) -> list[Row]:
+    """Rows of a fleet that is watched."""
+    size = _streams(times)
+    seen, alone = times.per_thousand("watched"), times.per_thousand("unwatched")
+    cpu, cpu_alone = (times.cpu_per_thousand(way, *PROCESSES) for way in ("watched", "unwatched"))
+    return [
+        compared(f"1,000 tokens, watched, {size}", None, seen, "nobody watches", alone, OBSERVED_AIM),
+        compared(f"CPU for 1,000 tokens, watched, {size}", None, cpu, "nobody watches", cpu_alone, None),
     ]
 
 
@@ -299,6 +326,18 @@ def server_rows(times: StreamTimes) -> list[Row]:
             "CPU beside the engine's for 1,000 tokens",
             times.cpu_per_thousand("plane", *PROCESSES),
             times.cpu_per_thousand("vllm", VLLM_SERVER),
+        ),
+        row(
+            "1,000 tokens in whole replies",
+            times.per_thousand("plane whole"),
+            times.per_thousand("vllm whole"),
+            WHOLE_TIME_AIM,
+        ),
+        row(
+            "CPU beside the engine's for 1,000 tokens in whole replies",
+            times.cpu_per_thousand("plane whole", *PROCESSES),
+            times.cpu_per_thousand("vllm whole", VLLM_SERVER),
+            WHOLE_SERVER_AIM,
         ),
     ]
 

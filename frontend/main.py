@@ -77,7 +77,7 @@ class Frontend:
         self.departures = Departures(view, self.status)
         self.starting = StartingWorkers(client.bus, view)
         self.lock_and_pause = LockAndPause(client.bus, view.subjects.state)
-        self.events = FleetEvents(view, self.status, options.limits)
+        self.events = FleetEvents(view, self.status, frontend_id, options.limits)
         self.events.on_ended = self.metrics.updates.on_ended
         self.committed = Committed(view)
         self.lease = FrontendLease(view, frontend_id, options.limits)
@@ -141,6 +141,7 @@ class Frontend:
             stack.callback(frontend.starting.stop)
             await frontend.lock_and_pause.start()
             await frontend.events.start()
+            stack.push_async_callback(frontend.events.stored.stop)
             stack.callback(frontend.events.stop)
             await frontend.status.start()
             stack.push_async_callback(frontend.status.stop)

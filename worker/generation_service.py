@@ -20,7 +20,14 @@ from rl_plane.bus.connection import Bus
 from rl_plane.bus.token_stream import CREDIT_INTERVAL_S, Outbox, StreamSender
 from rl_plane.errors import EngineFailed, InvalidRequest, Overloaded, PlaneError, Unavailable
 from rl_plane.protocol.envelope import MAX_ID_CHARS
-from rl_plane.protocol.generation import MAX_STREAMS, GenerateDelta, GenerateRequest, names_of, unwitnessed
+from rl_plane.protocol.generation import (
+    GATHER_S,
+    MAX_STREAMS,
+    GenerateDelta,
+    GenerateRequest,
+    names_of,
+    unwitnessed,
+)
 from rl_plane.protocol.token_batching import joined
 from rl_plane.protocol.validation import parse_body
 from worker.engines.base import EngineAdapter
@@ -144,7 +151,7 @@ class GenerationService:
             try:
                 request = self._admit(stream_id, body)
                 await sender.send({"accepted": self._accepted()}, ACCEPTED_WITHIN_S)
-                await self._generate(request, sender)
+                await self._generate(request, sender, max(0.0, min(body.get("gather_s", 0.0), GATHER_S)))
             except PlaneError as error:
                 # The frontend may retry on another worker, and then only this log has the error.
                 if isinstance(error, EngineFailed):
@@ -176,11 +183,11 @@ class GenerationService:
             "version": version.to_wire() if version else None,
         }
 
-    async def _generate(self, request: GenerateRequest, sender: StreamSender) -> None:
+    async def _generate(self, request: GenerateRequest, sender: StreamSender, gather_s: float) -> None:
         share = TokenShare(self._state.tokens, request.prompt_size())
         made, began = 0, self._numerics.cuts
         try:
-            async for batch in self._engine.stream(self._adapter.generate(request)):
+            async for batch in self._engine.stream(self._adapter.generate(request), gather_s):
                 await self._may_deliver(began)
                 for delta in joined(batch):
                     if delta.token_ids:
@@ -188,6 +195,7 @@ class GenerationService:
                         share.made(len(delta.token_ids), len(prompt) if prompt is not None else None)
                     if delta.finish_reason is not None:
                         share.gone()  # the engine has finished, even if the reader has not
+                        self._state.tokens.ended += delta.finish_reason in ("stop", "length")
                     if not self._witnesses:
                         tells = not made or delta.finish_reason is not None
                         spans = unwitnessed(made + len(delta.token_ids)) if tells else []
@@ -217,7 +225,7 @@ def _check_message(body: dict[str, Any], reply: str) -> None:
         return
     if not reply:
         raise ValueError("no reply subject")
-    for name, kind in (("sequence", int), ("incarnation", str)):
+    for name, kind in (("sequence", int), ("incarnation", str), ("gather_s", float)):
         if body.get(name) is not None and type(body[name]) is not kind:
             raise ValueError(name)
 

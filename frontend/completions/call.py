@@ -21,7 +21,7 @@ from frontend.routing.progress import GenerationProgress
 from frontend.routing.retry import StaleStop
 from frontend.server.replies import to_json
 from rl_plane.errors import PlaneError, Unlabelled
-from rl_plane.protocol.generation import GenerateDelta, VersionSpan
+from rl_plane.protocol.generation import GATHER_S, GenerateDelta, VersionSpan
 
 log = logging.getLogger("frontend.completions.call")
 
@@ -55,6 +55,8 @@ class GenerationCall:
         self._plan = plan
         self._reply = reply
         self._start = time.monotonic()
+        self._gather_s = 0.0
+        """The seconds for which workers gather tokens."""
         self._choices = [Choice(index=index) for index in range(len(plan.requests))]
         self._last_tokens_at = [0.0] * len(self._choices)
         """Monotonic seconds of each choice's last tokens."""
@@ -62,6 +64,7 @@ class GenerationCall:
 
     async def whole(self) -> Any:
         created = int(time.time())
+        self._gather_s = GATHER_S  # nobody reads before the end
         async with self._service.counted(self._plan, self._record):
             model, run = await self._begin()
             try:
@@ -140,7 +143,7 @@ class GenerationCall:
     def _choice_events(self, index: int) -> AsyncGenerator[Event, None]:
         plan = self._plan
         return self._service.engines.generate(
-            plan.requests[index], plan.instance_id, plan.demands, plan.session, plan.any_length
+            plan.requests[index], plan.instance_id, plan.demands, plan.session, plan.any_length, self._gather_s
         )
 
     async def _merged_events(self) -> AsyncGenerator[tuple[int, Event], None]:

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from nats.aio.msg import Msg
 
-from frontend.facade.kept_events import KeptEvents, Kind
+from frontend.facade.kept_events import KeptEvents, Kind, passing
+from frontend.facade.stored_events import StoredEvents
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
 from rl_plane._util.limited_log import LimitedLog
@@ -69,12 +70,15 @@ class Listener:
 class FleetEvents:
     """Collects what happens to the fleet, and hands it to every listener."""
 
-    def __init__(self, view: MembershipView, status: FleetStatus, limits: FrontendLimits = LIMITS) -> None:
+    def __init__(
+        self, view: MembershipView, status: FleetStatus, frontend_id: str, limits: FrontendLimits = LIMITS
+    ) -> None:
         self.limits = limits
         self._view = view
         self._status = status
         self._listeners: set[Listener] = set()
         self._kept = KeptEvents(limits.kept_events)
+        self.stored = StoredEvents(view.bus, view.subjects.events, frontend_id)
         self._workers: dict[str, dict[str, Any]] = {}
         """instance_id → the last `admission` event's data."""
         self._made: WeightVersion | None = None
@@ -93,6 +97,7 @@ class FleetEvents:
 
     async def start(self) -> None:
         """Call it before `FleetStatus.start`, so that no change is missed."""
+        self._kept.load(await self.stored.start())
         state = self._view.subjects.state
         self._made = self._view.record.made if self._view.record is not None else None
         self._stop_view = self._view.listen(self._on_member)
@@ -150,7 +155,7 @@ class FleetEvents:
                     continue
                 if event is not None:
                     yield event
-            yield self._kept.new("end", {"reason": listener.ending}, keep=False).framed()
+            yield passing("end", {"reason": listener.ending})
         finally:
             self._listeners.discard(listener)
 
@@ -159,12 +164,14 @@ class FleetEvents:
         `FleetCall`. `outcome`: ok, or the error's code."""
         self._send("op", {"op": op, "who": who, "caller": caller, "asked_by": asked_by, "outcome": outcome})
 
-    def _send(self, kind: Kind, data: dict[str, Any], *, keep: bool = True) -> None:
-        """Sends an event to every reader. `keep`: readers that connect later may get it too."""
-        event = self._kept.new(kind, data, keep=keep)
-        if not self._listeners:
-            return
-        framed = event.framed()
+    def _send(self, kind: Kind, data: dict[str, Any]) -> None:
+        """Sends an event to every reader, and keeps it for those that connect later."""
+        event = self._kept.new(kind, data)
+        self.stored.add(event)
+        if self._listeners:
+            self._put(event.framed())
+
+    def _put(self, framed: bytes) -> None:
         for listener in self._listeners:
             listener.put(framed)
 
@@ -277,4 +284,4 @@ class FleetEvents:
             else:
                 if update is None:
                     return
-                self._send("update", {"change": "progress", **update}, keep=False)
+                self._put(passing("update", {"change": "progress", **update}))

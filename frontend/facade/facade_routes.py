@@ -69,10 +69,10 @@ EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON)
 
 Each has `at`, Unix seconds. Read `state` after the first bytes, then follow. A comment comes every 15 s.
 
-The frontend keeps its newest 4,096 events of the last hour, without `progress`. A reader that connects again with the
-header `Last-Event-ID` first gets those that it has missed; `?since_s=600` first gives those of ten minutes, and
-`&follow=false` ends the stream after them. The event
-`missed` says that some are not kept any more, or that another frontend has made them.
+The frontend keeps the newest 4,096 events of the last hour, also those of the frontends before it. `progress` and `end`
+are not kept and have no id. A reader that connects again with the header `Last-Event-ID` first gets those that it has
+missed; `?since_s=600` first gives those of ten minutes, and `&follow=false` ends the stream after them. The event
+`missed` says that some are not kept any more, or that another frontend that still runs has made them.
 """
 
 

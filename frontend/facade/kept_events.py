@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,38 +27,59 @@ class FleetEvent:
     kind: Kind
     data: dict[str, Any]
 
+    def to_wire(self) -> dict[str, Any]:
+        return {"id": self.id, "at": self.at, "kind": self.kind, "data": self.data}
+
     def framed(self) -> bytes:
         """The event as server-sent bytes."""
-        data = to_json({**self.data, "at": self.at})
-        return b"id: %d\nevent: %s\ndata: %s\n\n" % (self.id, self.kind.encode(), data)
+        return b"id: %d\n" % self.id + passing(self.kind, self.data, self.at)
+
+
+def passing(kind: Kind, data: dict[str, Any], at: float | None = None) -> bytes:
+    """An event that is not kept, as server-sent bytes. It has no id, so a reader that connects again names the kept
+    event before it. `at`: Unix seconds; None for now."""
+    told = to_json({**data, "at": time.time() if at is None else at})
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), told)
 
 
 class KeptEvents:
-    """Numbers the events of one frontend, and keeps the newest."""
+    """Numbers the events of one frontend, and keeps the newest, also those of earlier frontends."""
 
     def __init__(self, max_events: int) -> None:
         self._last_id = int(time.time() * 1000)
-        self._first_id = self._last_id
-        """Ids up to this one are of an earlier frontend."""
-        self._kept: deque[FleetEvent] = deque(maxlen=max_events)
+        self._before = self._last_id
+        """The id of the last event that is not kept any more."""
+        self._kept: deque[FleetEvent] = deque()
+        self._max_events = max_events
 
-    def new(self, kind: Kind, data: dict[str, Any], *, keep: bool) -> FleetEvent:
-        """Makes the next event. `keep`: readers that connect later may get it too."""
+    def load(self, earlier: Sequence[FleetEvent]) -> None:
+        """Takes the events of earlier frontends, oldest first. Call it before the first own event."""
+        if earlier:
+            self._before = earlier[0].id - 1
+            self._last_id = max(self._last_id, earlier[-1].id)
+        for event in earlier:
+            self._keep(event)
+
+    def new(self, kind: Kind, data: dict[str, Any]) -> FleetEvent:
+        """Makes the next event, and keeps it."""
         self._last_id += 1
         event = FleetEvent(self._last_id, time.time(), kind, data)
-        if keep:
-            self._kept.append(event)
+        self._keep(event)
         return event
+
+    def _keep(self, event: FleetEvent) -> None:
+        self._kept.append(event)
+        while len(self._kept) > self._max_events:
+            self._before = self._kept.popleft().id
 
     def missed(self, after: int | None, since_s: float | None) -> list[bytes]:
         """The kept events that a reader has not got, oldest first. The event `missed` comes before them if events that
         it has not got are not kept any more. For the arguments see `FleetEvents.listen`."""
         now = time.time()
-        kept = [event for event in self._kept if now - event.at <= KEPT_S]
+        while self._kept and now - self._kept[0].at > KEPT_S:
+            self._before = self._kept.popleft().id
         if after is None:
-            return [event.framed() for event in kept if since_s is not None and now - event.at <= since_s]
-        wanted = [event.framed() for event in kept if event.id > after]
-        first = kept[0].id if kept else self._last_id + 1
-        dropped = len(kept) < len(self._kept) or len(self._kept) == self._kept.maxlen
-        complete = self._first_id <= after <= self._last_id and (not dropped or after >= first - 1)
-        return wanted if complete else [MISSED, *wanted]
+            return [event.framed() for event in self._kept if since_s is not None and now - event.at <= since_s]
+        if after == self._before or any(event.id == after for event in self._kept):
+            return [event.framed() for event in self._kept if event.id > after]
+        return [MISSED, *(event.framed() for event in self._kept)]

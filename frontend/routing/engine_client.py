@@ -109,13 +109,14 @@ class EngineClient:
         demands: Demands = NO_DEMANDS,
         session: str | None = None,
         any_length: bool = False,
+        gather_s: float = 0.0,
     ) -> AsyncGenerator[Event, None]:
         """Yields Accepted, then deltas with checked spans; the last delta has `finish_reason`. Closing it aborts the
         request.
 
         Accepted may come again: its `at` says whether another worker has begun anew or continues. A request that is
         aborted before a worker has it yields only the last delta. `any_length`: the caller did not choose
-        `max_tokens`, so fewer tokens will do where there is no room for so many."""
+        `max_tokens`, so fewer tokens will do where there is no room for so many. `gather_s`: as in `Attempts.run`."""
         loop = asyncio.get_running_loop()
         progress = GenerationProgress(request)
         affinity = Affinity(session, beginnings_of(request) if pinned is None else None)
@@ -148,7 +149,7 @@ class EngineClient:
                 failure: PlaneError | None = None
                 try:
                     rest = progress.rest(tried.most)
-                    async with aclosing(self._attempts.run(rest, stream_id, member, affinity)) as events:
+                    async with aclosing(self._attempts.run(rest, stream_id, member, affinity, gather_s)) as events:
                         async for event in events:
                             if isinstance(event, Accepted):
                                 yield replace(event, at=len(progress.token_ids))

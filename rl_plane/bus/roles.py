@@ -32,6 +32,8 @@ ANSWERS_FOR = "30m"
 """The time after a request in which its receiver may answer. A worker that stages weights for longer can't report it.
 NATS remembers each request for this time, about 200 bytes of its memory."""
 JS = "$JS.API"
+EVENT_CALLS = ("STREAM.CREATE", "STREAM.INFO", "STREAM.MSG.GET", "STREAM.PURGE", "DIRECT.GET")
+"""What a frontend asks of the stream in which it stores events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ def _frontend(fleet: Subjects, instance_id: str) -> Permissions:
             fleet.state.key(">"),
             *_objects(fleet),
             fleet.exited("*"),  # `rl-plane up` has the frontend's key
+            fleet.events.key("*.*"),
+            *(f"{JS}.{call}.{fleet.events.stream}" for call in EVENT_CALLS),
         ],
         subscribe=[
             *_watching(fleet),
@@ -193,7 +197,7 @@ def _objects(fleet: Subjects) -> list[str]:
 
 def _kept_streams(fleet: Subjects) -> list[str]:
     """No role but the operator's may change or delete a bucket's stream."""
-    buckets = (fleet.members.stream, fleet.state.stream, fleet.offers.stream)
+    buckets = (fleet.members.stream, fleet.state.stream, fleet.offers.stream, fleet.events.stream)
     return [f"{JS}.STREAM.{call}.{stream}" for stream in buckets for call in ("UPDATE", "DELETE")]
 
 

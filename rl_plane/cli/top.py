@@ -23,7 +23,7 @@ import click
 from rl_plane.cli.follow_events import event_line
 from rl_plane.cli.output import BadSetting
 from rl_plane.cli.settings import Command, command
-from rl_plane.cli.top_facts import TokenCounts, TopFacts, token_rates
+from rl_plane.cli.top_facts import Rates, TopFacts, WorkCounts, rates_by_version
 from rl_plane.cli.wait_display import STATE_BODY, STATE_S
 from rl_plane.errors import PlaneError
 from rl_plane.fleet.http_client import call_facade, read_events
@@ -135,8 +135,8 @@ class FleetReader:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._state: dict[str, Any] | None = None
-        self._counts: TokenCounts | None = None
-        self._rates: dict[str, float] | None = None
+        self._counts: WorkCounts | None = None
+        self._rates: dict[str, Rates] | None = None
         self._lost: tuple[float, PlaneError] | None = None
         """Unix seconds since which the frontend does not answer, and the error of the last call."""
         self._events: deque[str] = deque(maxlen=KEPT_EVENTS)
@@ -170,10 +170,10 @@ class FleetReader:
     def read_state(self) -> None:
         """Reads the state once. PlaneError: the frontend does not answer, or refuses."""
         state = call_facade(self._url, self._key, "state", STATE_BODY, STATE_S)
-        counts = TokenCounts.of(state, time.monotonic())
+        counts = WorkCounts.of(state, time.monotonic())
         with self._lock:
             if self._counts is not None:
-                self._rates = token_rates(self._counts, counts)
+                self._rates = rates_by_version(self._counts, counts)
             self._state, self._counts, self._lost = state, counts, None
 
     def read_kept_events(self) -> None:

@@ -10,32 +10,47 @@ Reply = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCounts:
-    """The tokens that each worker had made at one time."""
+class WorkCounts:
+    """What each worker had made at one time."""
 
     at: float
     """Monotonic seconds."""
-    made: Mapping[tuple[str, str], tuple[str, int]]
-    """(instance_id, incarnation) → the label of its version, and the tokens since its process started."""
+    made: Mapping[tuple[str, str], tuple[str, int, int]]
+    """(instance_id, incarnation) → the label of its version, and since its process started: the tokens, and the
+    requests that have ended."""
 
     @classmethod
-    def of(cls, state: Reply, at: float) -> TokenCounts:
+    def of(cls, state: Reply, at: float) -> WorkCounts:
         made = {}
         for row in state["workers"]:
             if (count := row.get("tokens_made")) is not None:
                 label = str((row.get("version") or {}).get("label", "no version"))
-                made[row["instance_id"], row["incarnation"]] = label, int(count)
+                made[row["instance_id"], row["incarnation"]] = label, int(count), int(row["requests_ended"])
         return cls(at, made)
 
 
-def token_rates(before: TokenCounts, after: TokenCounts) -> dict[str, float]:
-    """Label of a version → the tokens that its workers made per second between two counts. A worker that has changed
-    its version meanwhile counts for the new one."""
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the workers of one version, or of all, make per second."""
+
+    tokens: float = 0.0
+    rollouts: float = 0.0
+    """Requests that ended."""
+
+    def __add__(self, other: Rates) -> Rates:
+        return Rates(self.tokens + other.tokens, self.rollouts + other.rollouts)
+
+
+def rates_by_version(before: WorkCounts, after: WorkCounts) -> dict[str, Rates]:
+    """Label of a version → what its workers made per second between two counts. A worker that has changed its version
+    meanwhile counts for the new one."""
     seconds = after.at - before.at
-    rates: dict[str, float] = {}
-    for worker, (label, made) in after.made.items():
+    rates: dict[str, Rates] = {}
+    for worker, (label, tokens, ended) in after.made.items():
         if seconds > 0 and worker in before.made:
-            rates[label] = rates.get(label, 0.0) + max(0, made - before.made[worker][1]) / seconds
+            _, tokens_before, ended_before = before.made[worker]
+            more = Rates(max(0, tokens - tokens_before) / seconds, max(0, ended - ended_before) / seconds)
+            rates[label] = rates.get(label, Rates()) + more
     return rates
 
 
@@ -54,8 +69,8 @@ class TopFacts:
     lost_s: float = 0.0
     why: str = ""
     """The error of the last call, if the frontend does not answer."""
-    rates: Mapping[str, float] | None = None
-    """The result of `token_rates`. None: there is only one count yet."""
+    rates: Mapping[str, Rates] | None = None
+    """The result of `rates_by_version`. None: there is only one count yet."""
     events: Sequence[str] = field(default=())
     """The last events in words, oldest first."""
 

@@ -52,9 +52,15 @@ def _head(facts: TopFacts, how: str) -> Text:
     if state.get("version"):
         words.append(one_line(f", version {version_words(state['version'])}"))
     if facts.rates is not None:
-        by_version = ", ".join(f"{rate:,.1f} by {label}" for label, rate in sorted(facts.rates.items()))
-        words.append("\n" + one_line(f"tokens/s: {sum(facts.rates.values()):,.1f} ({by_version or '-'})"))
+        tokens = {label: rate.tokens for label, rate in facts.rates.items()}
+        rollouts = {label: rate.rollouts for label, rate in facts.rates.items()}
+        words.append("\n" + one_line(f"tokens/s: {_by_version(tokens)}; rollouts/s: {_by_version(rollouts)}"))
     return words
+
+
+def _by_version(rates: Mapping[str, float]) -> str:
+    by_version = ", ".join(f"{rate:,.1f} by {label}" for label, rate in sorted(rates.items()))
+    return f"{sum(rates.values()):,.1f} ({by_version or '-'})"
 
 
 def _body(facts: TopFacts, state: Reply, height: int | None) -> list[RenderableType]:

@@ -74,6 +74,11 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
+GATHER_S = 0.1
+"""The time in seconds for which a worker gathers the tokens of a reply that nobody reads before its end. A worker that
+dies loses no more than these, and another one makes them again."""
+
+
 class Rendering(BaseModel):
     """The arguments of a chat template beside the messages."""
 

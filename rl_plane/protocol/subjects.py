@@ -149,6 +149,13 @@ class Subjects:
             f"rlp_{self.namespace}_{self.component}_offers", f"{self.namespace}.{self.component}"
         )
 
+    @property
+    def events(self) -> KeyValueBucket:
+        """The bucket in which frontends store the events of the last hour."""
+        return KeyValueBucket(
+            f"rlp_{self.namespace}_{self.component}_events", f"{self.namespace}.{self.component}"
+        )
+
     def object(self, object_id: str) -> StoredObject:
         return StoredObject(
             object_id,

@@ -153,6 +153,8 @@ class StateReply(TypedDict):
     """The prompt tokens of the waiting requests."""
     tokens_made: int
     """The tokens that the engine has made since the worker's process started."""
+    requests_ended: int
+    """The requests that the engine has ended since then, by a stop or at their length. Each choice counts."""
     fence: int
     """The highest fence that the worker has seen."""
     draining: bool

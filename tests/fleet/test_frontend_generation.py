@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgpack
 import pytest
+from nats.aio.msg import Msg
 
 from frontend.frontend_limits import FrontendLimits
 from frontend.routing.fleet_status import FleetStatus
-from rl_plane.protocol.generation import MAX_PROMPT_LOGPROBS
+from rl_plane.protocol.generation import GATHER_S, MAX_PROMPT_LOGPROBS
 from rl_plane.protocol.subjects import RECORD, Subjects
 from tests.support.faulty_bus import BusFaults
 from tests.support.frontend_process import (
@@ -45,6 +48,29 @@ fake.FakeEngine.generate = lying
 
 
 # ---- what comes back ----
+
+
+async def test_a_reply_that_nobody_reads_before_its_end_takes_few_messages(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    plane.spawn(token_delay_s=0.01)
+    version = await update(plane, 1)
+    listener, messages = (await plane.client()).bus, 0
+
+    async def count(message: Msg) -> None:
+        nonlocal messages
+        body = msgpack.unpackb(message.data)
+        messages += isinstance(body, dict) and bool({"n", "many"} & body.keys())
+
+    await listener.subscribe("_INBOX.>", count)
+    await listener.flush()
+    began = time.monotonic()
+    reply = await ask(http, max_tokens=100, return_token_ids=True)
+    elapsed_s = time.monotonic() - began
+    await listener.flush()
+    assert reply["choices"][0]["token_ids"] == tokens_under(version["digest"], 0, 100)
+    # The acceptance, the first token and the end, and between them one message in each time of gathering.
+    assert 3 <= messages <= 4 + elapsed_s / GATHER_S
 
 
 async def test_tokens_in_tokens_out(plane: Plane, http: httpx.AsyncClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import secrets
 import threading
@@ -327,6 +328,43 @@ async def test_what_an_engine_makes_in_one_turn_crosses_at_once(
         == [list(range(MESSAGES))] * STREAMS
     )
     assert crossings < STREAMS * MESSAGES / 2
+
+
+async def test_a_reader_who_waits_for_the_end_gets_what_was_made_meanwhile_at_once(
+    engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop],
+) -> None:
+    read_first = threading.Event()
+
+    async def source() -> AsyncGenerator[int, None]:
+        yield 0
+        await asyncio.to_thread(read_first.wait, 30)
+        for number in range(1, MESSAGES):
+            yield number
+            await asyncio.sleep(0)
+
+    batches: list[list[int]] = []
+    async with asyncio.timeout(30):
+        async for batch in engine_loop[0].stream(source(), gather_s=3600):
+            batches.append(batch)
+            read_first.set()
+    assert batches == [[0], list(range(1, MESSAGES))], "the end of the source ends the wait"
+
+
+async def test_gathered_items_come_after_their_time_also_if_the_source_goes_on(
+    engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop],
+) -> None:
+    async def source() -> AsyncGenerator[int, None]:
+        for number in itertools.count():
+            yield number
+            await asyncio.sleep(0.001)
+
+    got: list[int] = []
+    async with asyncio.timeout(30):
+        async for batch in engine_loop[0].stream(source(), gather_s=0.02):
+            got += batch
+            if len(got) > 100:
+                break
+    assert got == list(range(len(got)))
 
 
 async def test_a_cancelled_caller_waits_until_its_work_has_cleaned_up(

@@ -43,6 +43,7 @@ def _worker(number: int, turn: int) -> dict[str, Any]:
         "running": (number + turn) % 5,
         "waiting": 0,
         "tokens_made": turn * 100,
+        "requests_ended": turn,
     }
 
 

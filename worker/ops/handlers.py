@@ -147,6 +147,7 @@ class OpHandlers:
             waiting=waiting,
             running_tokens=state.tokens.running,
             tokens_made=state.tokens.made,
+            requests_ended=state.tokens.ended,
             waiting_tokens=state.tokens.waiting,
             fence=state.fence,
             draining=bool(state.closed.keys() & {"draining", "leaving"}),

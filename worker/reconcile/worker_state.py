@@ -40,6 +40,8 @@ class TokenLoad:
     """Prompt tokens that the engine has still to compute."""
     made: int = 0
     """Tokens that the engine has made since the start."""
+    ended: int = 0
+    """Requests that the engine has ended since the start, by a stop or at their length."""
 
 
 class TokenShare:

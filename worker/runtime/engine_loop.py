@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 log = logging.getLogger("worker.runtime.engine_loop")
@@ -62,14 +62,15 @@ class EngineLoop:
             raise
         return begun[0].result()
 
-    async def stream(self, source: AsyncIterator[T]) -> AsyncIterator[list[T]]:
+    async def stream(self, source: AsyncIterator[T], gather_s: float = 0.0) -> AsyncIterator[list[T]]:
         """Yields the source's items in batches: everything that has come since the last batch. So a slow reader gets
         fewer and larger batches. The request's length bounds how much can pile up.
 
-        Leaving the iterator closes the source."""
+        Leaving the iterator closes the source. `gather_s`: each batch but the first one waits so long for more items,
+        unless the source ends."""
         here = asyncio.get_running_loop()
         ferry = self._ferries.setdefault(here, _Ferry(self._loop, here))
-        items: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
+        items: _Inbox[T] = _Inbox(here)
 
         async def pump() -> None:
             end: BaseException | None = None
@@ -86,12 +87,12 @@ class EngineLoop:
 
         begun: list[asyncio.Task[None]] = []
         last: Any = ...
+        wait_s = 0.0
         self._loop.call_soon_threadsafe(lambda: begun.append(self._loop.create_task(pump())))
         try:
             while last is ...:
-                batch = [await items.get()]
-                while not items.empty():
-                    batch.append(items.get_nowait())
+                batch = await items.take(wait_s)
+                wait_s = gather_s
                 if batch[-1] is None or isinstance(batch[-1], BaseException):
                     last = batch.pop()
                 if batch:
@@ -104,6 +105,50 @@ class EngineLoop:
                     self._loop.call_soon_threadsafe(lambda: begun[0].cancel())
 
 
+class _Inbox(Generic[T]):
+    """What has come for one reader, on the reader's loop. None and an error are its end."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: list[T | BaseException | None] = []
+        self._ended = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._gathers = False
+        """The reader waits for the end or for its time, and not for the next item."""
+
+    def put(self, item: T | BaseException | None) -> None:
+        self._items.append(item)
+        self._ended = self._ended or item is None or isinstance(item, BaseException)
+        if self._ended or not self._gathers:
+            self._wake()
+
+    async def take(self, gather_s: float) -> list[T | BaseException | None]:
+        """Everything that has come, once something has. It waits `gather_s` for more, unless the end has come."""
+        if not self._items:
+            await self._wait()
+        if gather_s and not self._ended:
+            self._gathers = True
+            timer = self._loop.call_later(gather_s, self._wake)
+            try:
+                await self._wait()
+            finally:
+                self._gathers = False
+                timer.cancel()
+        taken, self._items = self._items, []
+        return taken
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 class _Ferry:
     """Carries the items that all streams make in one turn of the engine loop to the readers' loop in one call.
 
@@ -112,13 +157,13 @@ class _Ferry:
     def __init__(self, engine: asyncio.AbstractEventLoop, readers: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._readers = readers
-        self._load: list[tuple[asyncio.Queue[Any], Any]] = []
+        self._load: list[tuple[_Inbox[Any], Any]] = []
 
-    def put(self, queue: asyncio.Queue[Any], item: Any) -> None:
+    def put(self, inbox: _Inbox[Any], item: Any) -> None:
         """Adds an item for a reader. Called on the engine loop."""
         if not self._load:
             self._engine.call_soon(self._cross)
-        self._load.append((queue, item))
+        self._load.append((inbox, item))
 
     def _cross(self) -> None:
         load, self._load = self._load, []
@@ -126,6 +171,6 @@ class _Ferry:
             self._readers.call_soon_threadsafe(_unload, load)
 
 
-def _unload(load: list[tuple[asyncio.Queue[Any], Any]]) -> None:
-    for queue, item in load:
-        queue.put_nowait(item)
+def _unload(load: list[tuple[_Inbox[Any], Any]]) -> None:
+    for inbox, item in load:
+        inbox.put(item)

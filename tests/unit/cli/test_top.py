@@ -11,7 +11,15 @@ from rich.console import Console
 
 from rl_plane.cli import main
 from rl_plane.cli.start_display import StartProgress, phases_of
-from rl_plane.cli.top_facts import TokenCounts, TopFacts, in_order, seconds_left, token_rates, version_lag
+from rl_plane.cli.top_facts import (
+    Rates,
+    TopFacts,
+    WorkCounts,
+    in_order,
+    rates_by_version,
+    seconds_left,
+    version_lag,
+)
 from rl_plane.cli.top_screen import screen
 from rl_plane.cli.wait_display import DISPLAY, seconds_shown
 from tests.support.small_facade import HEAD, ID_A, ID_B, VERSION, Facade, facade, starting_row
@@ -79,6 +87,7 @@ def row(instance_id: str, **more: Any) -> dict[str, Any]:
         "running": 2,
         "waiting": 1,
         "tokens_made": 100,
+        "requests_ended": 0,
         "update": None,
         **more,
     }
@@ -116,10 +125,17 @@ def facts(found: dict[str, Any] | None, **more: Any) -> TopFacts:
 
 def test_the_screen_of_a_fleet_that_is_well() -> None:
     text = shown(
-        facts(state(row(ID_A), expected=2), rates={"step_3": 1234.5, "step_2": 10.0}, events=("one", "two"))
+        facts(
+            state(row(ID_A), expected=2),
+            rates={"step_3": Rates(1234.5, 2.0), "step_2": Rates(10.0, 0.5)},
+            events=("one", "two"),
+        )
     )
     assert "ready, running, 1 of 2 workers, epoch 7, version 3 (step_3)" in text
-    assert "tokens/s: 1,244.5 (10.0 by step_2, 1,234.5 by step_3)" in text
+    assert (
+        "tokens/s: 1,244.5 (10.0 by step_2, 1,234.5 by step_3); rollouts/s: 2.5 (0.5 by step_2, 2.0 by step_3)"
+        in text
+    )
     assert f"{ID_A}  fake    3 (step_3)    0        2        1  open" in text
     assert text.rstrip().endswith("one\ntwo")
     assert "update" not in text
@@ -166,17 +182,20 @@ def test_a_screen_fits_its_terminal_and_can_not_be_written_over() -> None:
     assert "[red]" in text, "it is no markup"
 
 
-def test_tokens_per_second_are_of_each_version() -> None:
-    before = TokenCounts.of(state(row(ID_A, tokens_made=100), row(ID_B, tokens_made=50)), 1.0)
+def test_what_is_made_per_second_is_told_by_version() -> None:
+    before = WorkCounts.of(state(row(ID_A, tokens_made=100), row(ID_B, tokens_made=50, requests_ended=2)), 1.0)
     other = {**VERSION, "label": "step_4"}
-    after = TokenCounts.of(
-        state(row(ID_A, tokens_made=140), row(ID_B, tokens_made=60, version=other), row("c" * 16)), 3.0
+    after = WorkCounts.of(
+        state(
+            row(ID_A, tokens_made=140), row(ID_B, tokens_made=60, requests_ended=5, version=other), row("c" * 16)
+        ),
+        3.0,
     )
-    assert token_rates(before, after) == {"step_3": 20.0, "step_4": 5.0}
-    assert token_rates(after, after) == {}
-    again = TokenCounts.of(state(row(ID_A, tokens_made=1, incarnation="new")), 4.0)
-    assert token_rates(after, again) == {}, "a process that has started again counts from 0"
-    assert token_rates(before, TokenCounts.of(state({"instance_id": ID_A, "status": "error"}), 2.0)) == {}
+    assert rates_by_version(before, after) == {"step_3": Rates(20.0, 0.0), "step_4": Rates(5.0, 1.5)}
+    assert rates_by_version(after, after) == {}
+    again = WorkCounts.of(state(row(ID_A, tokens_made=1, incarnation="new")), 4.0)
+    assert rates_by_version(after, again) == {}, "a process that has started again counts from 0"
+    assert rates_by_version(before, WorkCounts.of(state({"instance_id": ID_A, "status": "error"}), 2.0)) == {}
 
 
 def test_the_seconds_that_an_update_needs_are_those_of_the_slowest_worker() -> None:
@@ -203,7 +222,7 @@ def test_once_prints_one_screen_and_a_live_one_needs_a_terminal(
     assert main.run(["top", "--once"]) == 0
     out = capsys.readouterr().out
     assert ID_A in out
-    assert "tokens/s: 0.0 (0.0 by step_3)" in out
+    assert "tokens/s: 0.0 (0.0 by step_3); rollouts/s: 0.0" in out
     assert facade.asked[0]["query"] == {"min_workers": ["0"], "wait_s": ["0"]}
     assert main.run(["top"]) == 2
     assert "stdout is no terminal; fix: use a terminal, or --once" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""Events outlive the frontend that told them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from frontend.facade import stored_events
+from frontend.facade.kept_events import FleetEvent
+from frontend.facade.stored_events import StoredEvents
+from rl_plane.bus.connection import Bus
+from rl_plane.cli import main
+from rl_plane.errors import PermissionDenied
+from rl_plane.protocol.subjects import KeyValueBucket, Subjects
+from tests.conftest import Plane
+from tests.support.started_command import BACK_S, READY_S, Started, eventually, start
+
+__all__ = ["start"]
+
+
+async def test_a_frontend_that_is_killed_leaves_its_events_to_the_next_one(
+    plane: Plane, start: Callable[..., Started], capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--nats-url", plane.url, "--namespace", plane.namespace, "--component", plane.component)
+    argv = ("frontend", "--rl-port", "0", "--http-port", "off", *where)
+    worker = plane.spawn()
+    first = start(*argv)
+    url = first.line(READY_S, ready="frontend")["rl_url"]
+    model = plane.model(1)
+    assert main.run(["update", str(model), "--version", "step_1", "--url", url]) == 0
+    capsys.readouterr()
+
+    before = _events(url, capsys)
+    client = await plane.client()
+    last = b'"id":%d' % before[-1]["id"]
+
+    async def is_stored() -> bool:
+        entries = await client.bus.list_keys(plane_bucket(plane), ">")
+        return any(last in (entry.value or b"") for entry in entries)
+
+    await plane.until(is_stored, BACK_S)
+    first.process.kill()
+    first.process.wait()
+    second = start(*argv)
+    url = second.line(READY_S, ready="frontend")["rl_url"]
+    after = _events(url, capsys)
+    assert after[: len(before)] == before
+    assert {"update", "admission"} <= {one["event"] for one in before}
+    ids = [one["id"] for one in after]
+    assert ids == sorted(set(ids))
+    worker.kill()
+    eventually(lambda: _events(url, capsys)[-1].get("change") == "left", READY_S, "the worker has not left")
+
+
+def _events(url: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    assert main.run(["events", "--since", "1h", "--url", url, "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def event(number: int, text: str = "") -> FleetEvent:
+    return FleetEvent(number, 1.0 + number / 1e6, "op", {"number": number, "text": text})
+
+
+async def stored_by(bus: Bus, bucket: KeyValueBucket) -> list[FleetEvent]:
+    """What the next frontend reads."""
+    reader = StoredEvents(bus, bucket, "reader")
+    events = await reader.start()
+    await reader.stop()
+    return events
+
+
+async def test_chunks_are_bounded_and_the_newest_stay(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_events, "CHUNK_EVENTS", 10)
+    monkeypatch.setattr(stored_events, "CHUNKS", 4)
+    monkeypatch.setattr(stored_events, "EVENT_BYTES", 1000)
+    bus = (await plane.client()).bus
+    bucket = plane_bucket(plane)
+    writer = StoredEvents(bus, bucket, "one")
+    assert await writer.start() == []
+    for number in range(35):
+        writer.add(event(number))
+    writer.add(event(35, "too long" * 200))
+    await writer.stop()
+    assert [one.id for one in await stored_by(bus, bucket)] == list(range(35))
+    other = StoredEvents(bus, bucket, "two")
+    await other.start()
+    for number in range(35, 50):
+        other.add(event(number))
+    await other.stop()
+    assert len(await bus.list_keys(bucket, ">")) == 4
+    assert [one.id for one in await stored_by(bus, bucket)] == list(range(20, 50))
+
+
+async def test_events_that_can_not_be_stored_are_told_once_and_hurt_nobody(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus = (await plane.client()).bus
+
+    async def refuse(bucket: KeyValueBucket) -> None:
+        raise PermissionDenied("frontend may not read", role="frontend", fix="add the key")
+
+    monkeypatch.setattr(bus, "ensure_bucket", refuse)
+    writer = StoredEvents(bus, plane_bucket(plane), "one")
+    with caplog.at_level(logging.WARNING):
+        assert await writer.start() == []
+    assert "events are kept in this process only, so its end loses them: frontend may not read" in caplog.text
+    writer.add(event(1))
+    await writer.stop()
+
+
+def plane_bucket(plane: Plane) -> KeyValueBucket:
+    return Subjects(plane.namespace, plane.component).events

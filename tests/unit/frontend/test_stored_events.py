@@ -1,0 +1,60 @@
+"""The events that several frontends have stored become one history."""
+
+from __future__ import annotations
+
+from frontend.facade.kept_events import MISSED, FleetEvent, KeptEvents
+from frontend.facade.stored_events import Chunk, earlier_events
+
+
+def event(number: int, at: float) -> FleetEvent:
+    return FleetEvent(number, at, "op", {"number": number})
+
+
+def chunk(began_at: float, *events: FleetEvent) -> Chunk:
+    return Chunk(began_at=began_at, events=list(events))
+
+
+def told(*chunks: tuple[str, Chunk], before: float = 1000.0) -> list[int]:
+    return [one.id for one in earlier_events(chunks, before)]
+
+
+def test_frontends_that_followed_each_other_are_joined() -> None:
+    first = ("a", chunk(10, event(10, 11), event(11, 12)))
+    more = ("a", chunk(10, event(12, 13)))
+    second = ("b", chunk(20, event(20, 21), event(21, 22)))
+    assert told(second, first, more) == [10, 11, 12, 20, 21]
+
+
+def test_frontends_that_ran_at_the_same_time_tell_each_moment_once() -> None:
+    long = ("a", chunk(10, event(10, 11), event(11, 31), event(12, 32)))
+    inside = ("b", chunk(30, event(30, 31), event(31, 32), event(32, 33)))
+    assert told(long, inside) == [10, 30, 31, 32], "b told the latest event, so it tells all since it began"
+    assert told(inside, long, before=33) in ([10, 11, 12], [10, 30, 31])
+
+
+def test_a_frontend_that_runs_still_does_not_tell_what_this_one_tells() -> None:
+    assert told(("a", chunk(10, event(10, 11), event(11, 50))), before=40) == [10]
+    assert told() == []
+
+
+def test_a_reader_goes_on_behind_an_event_of_an_earlier_frontend() -> None:
+    kept = KeptEvents(3)
+    kept.load([event(10, FUTURE), event(11, FUTURE)])
+    own = kept.new("op", {})
+    assert kept.missed(10, None) == [event(11, FUTURE).framed(), own.framed()]
+    assert kept.missed(9, None) == [event(10, FUTURE).framed(), event(11, FUTURE).framed(), own.framed()]
+    assert kept.missed(own.id, None) == []
+    assert kept.missed(8, None)[0] == MISSED
+    next_one = kept.new("op", {})
+    assert kept.missed(9, None)[0] == MISSED, "the event 10 is not kept any more"
+    assert kept.missed(10, None) == [event(11, FUTURE).framed(), own.framed(), next_one.framed()]
+
+
+def test_ids_rise_over_a_restart_also_with_a_clock_that_went_back() -> None:
+    kept = KeptEvents(3)
+    kept.load([event(10**15, FUTURE)])
+    assert kept.new("op", {}).id > 10**15
+
+
+FUTURE = 4e9
+"""A time at which nothing is too old to be kept."""
