@@ -24,7 +24,7 @@ from frontend.server.api import ANY_KEY, Api, Endpoint, Operation
 from frontend.server.bodies import read_json
 from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.replies import json_response
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import InvalidRequest, Unsupported
 
 HEALTH = "/health"
 CALLER_ID = "x-request-id"
@@ -33,6 +33,7 @@ SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
 """The first of these headers names the request's session."""
 MAX_SESSION_CHARS = 256
 TAG = "generate"
+RESPONSES = "/v1/responses"
 
 OPENAI = ReplyFormat(whole, Chunks)
 VLLM = ReplyFormat(vllm_whole, VllmChunks)
@@ -128,3 +129,12 @@ def add_generation_routes(api: Api, generation: Generation, tokens: Tokens, *, a
         ("/detokenize", DetokenizeBody, tokens.detokenize, "Tokens to text."),
     ):
         add("POST", path, endpoint, summary, None, bodies=(body,))
+    add("POST", RESPONSES, _refuse_responses, "Refused: responses are not kept here.", None)
+
+
+async def _refuse_responses(request: Request) -> Response:
+    raise Unsupported(
+        "the Responses API keeps conversations in the server, and a fleet keeps none",
+        field="path",
+        fix="POST /v1/chat/completions with all messages",
+    )

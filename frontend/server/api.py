@@ -22,7 +22,7 @@ from frontend.server.guard import CALLER, Guard, refuse_browser
 from frontend.server.listener_keys import ANYBODY, Keys
 from frontend.server.replies import ErrorShape, MethodNotAllowed, error_body, to_json
 from rl_plane._util import tracing
-from rl_plane.errors import InvalidRequest, NotFound, PermissionDenied
+from rl_plane.errors import InvalidRequest, NotFound, PermissionDenied, PlaneError
 from rl_plane.fleet.calling_process import CLIENT_HEADER, caller_over_http
 from rl_plane.fleet.fleet_call import ASKED_BY, CALLED_FROM
 from rl_plane.protocol.envelope import MAX_ID_CHARS
@@ -164,9 +164,9 @@ class Api:
             shapes=self._shapes,
         )
         app = Starlette(
-            routes=self._routes, middleware=[guard], exception_handlers={HTTPException: _raise_http_error}
+            routes=self._routes, middleware=[guard], exception_handlers={HTTPException: self._answer_http_error}
         )
-        app.router.redirect_slashes = False
+        app.router.redirect_slashes = False  # its own would name any host that the caller names
         return app
 
     def document(self) -> dict[str, Any]:
@@ -189,6 +189,17 @@ class Api:
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"key": []}]
         return document
+
+    def _answer_http_error(self, request: Request, error: Exception) -> Response:
+        """Leads a known path with one slash too many to the path itself, as the engines' own servers do. Raises the
+        other errors."""
+        assert isinstance(error, HTTPException)
+        path: str = request.scope["path"]
+        known = path.removesuffix("/")
+        if error.status_code == 404 and known != path and any(known == route.path for route in self._routes):
+            query = request.url.query
+            return Response(status_code=307, headers={"Location": f"{known}?{query}" if query else known})
+        raise _http_error(path, error)
 
     async def _show_document(self, request: Request) -> Response:
         if self._document is None:
@@ -226,15 +237,13 @@ def _guarded(operation: Operation) -> Endpoint:
     return answer
 
 
-def _raise_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path = request.url.path
+def _http_error(path: str, error: HTTPException) -> PlaneError:
     if error.status_code == 404:
-        raise NotFound(f"there is no route {path[:200]}", field="path", fix="GET /docs lists the routes")
+        return NotFound(f"there is no route {path[:200]}", field="path", fix="GET /docs lists the routes")
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
-        raise MethodNotAllowed(f"{path[:200]} takes {allow}", field="method", fix=f"use {allow}", allow=allow)
-    raise InvalidRequest(str(error.detail))
+        return MethodNotAllowed(f"{path[:200]} takes {allow}", field="method", fix=f"use {allow}", allow=allow)
+    return InvalidRequest(str(error.detail))
 
 
 # ---- the document ----

@@ -58,7 +58,8 @@ class Guard:
 
         try:
             _check_framing(scope["headers"])
-            if scope["path"] not in self._open_paths:
+            path: str = scope["path"]
+            if path not in self._open_paths and path.removesuffix("/") not in self._open_paths:
                 scope[CALLER] = self._caller(scope)
             await self._app(scope, receive, watched)
         except ClientDisconnect:

@@ -22,8 +22,8 @@ AGAIN_S = 1.0
 def commands() -> list[click.Command]:
     doc = """Show what has happened to the fleet: updates, workers, changes by operators.
 
-    A frontend keeps the newest 4,096 events of the last hour, also those of the frontends before it. With --follow the
-    command goes on until Ctrl-C, and connects again when the frontend restarts."""
+    A frontend keeps the newest 4,096 events of the last hour, also those of the frontends before it. The command ends
+    after them. With --follow it goes on until Ctrl-C, and connects again when the frontend restarts."""
     return [command("events", doc, run_events, ("since_s", "follow", "url", "admin_key", "json"))]
 
 

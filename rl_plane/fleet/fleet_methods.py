@@ -122,6 +122,8 @@ class FleetMethods:
         action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum",
         *,
         closed: bool = False,
+        per_tensor: bool = False,
+        skip_tensor_list: Sequence[str] = (),
         **select: Unpack[Selection],
     ) -> FleetRequest[FleetWeightChecks]:
         """Checks the weights of each rank.
@@ -130,8 +132,11 @@ class FleetMethods:
             action: `checksum` computes a checksum; `snapshot` stores a copy; `compare` compares with that copy;
                 `reset_tensors` overwrites the weights, for tests.
             closed: Close admission meanwhile, because the check delays the engine.
+            per_tensor: A checksum has the hash of each tensor too.
+            skip_tensor_list: Checksum and compare leave out the tensors whose names contain one of these texts.
         """
-        return FleetRequest("check_weights", {"action": action, "closed": closed, **select})
+        scope = {"per_tensor": per_tensor, "skip_tensor_list": list(skip_tensor_list)}
+        return FleetRequest("check_weights", {"action": action, "closed": closed, **scope, **select})
 
     # ---- generation ----
 
@@ -168,9 +173,18 @@ class FleetMethods:
         return FleetRequest("resume", {**select})
 
     @fleet_method
-    def flush_cache(self, **select: Unpack[Selection]) -> FleetRequest[DoneOnAll]:
-        """Drops the prefix caches."""
-        return FleetRequest("flush_cache", {**select})
+    def flush_cache(
+        self, *, reset_running_requests: bool = False, **select: Unpack[Selection]
+    ) -> FleetRequest[DoneOnAll]:
+        """Drops the prefix caches.
+
+        Args:
+            reset_running_requests: Freeze running requests meanwhile. They compute their KV again.
+
+        Raises:
+            Conflict: an engine has running requests, and did not drop its cache.
+        """
+        return FleetRequest("flush_cache", {"reset_running_requests": reset_running_requests, **select})
 
     @fleet_method
     def abort_requests(

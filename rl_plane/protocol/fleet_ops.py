@@ -171,7 +171,7 @@ FLEET_OPS: dict[str, FleetOp] = {
         FleetOp("describe", worker_ops.Describe, "What each engine is and can do.", "GET"),
         FleetOp("pause", worker_ops.Pause, "Stop generation, with a lease."),
         FleetOp("resume", validation.Empty, "Continue generation."),
-        FleetOp("flush_cache", validation.Empty, "Drop the prefix caches."),
+        FleetOp("flush_cache", worker_ops.FlushCache, "Drop the prefix caches."),
         FleetOp("abort_requests", worker_ops.AbortRequests, "End requests now, with their tokens so far."),
         FleetOp("init_transport", update_requests.InitTransport, "Set up a weight transport.", coalesce=True),
         FleetOp("destroy_transport", update_requests.DestroyTransport, "Take a weight transport down."),

@@ -295,6 +295,12 @@ class PauseReply(TypedDict):
     cache_flushed: bool
 
 
+class FlushCache(Body):
+    reset_running_requests: bool = False
+    """Freeze running requests meanwhile, because an engine with a prefix cache refuses to drop it while they run. These
+    requests compute their KV again. False: such an engine refuses."""
+
+
 class FlushReply(TypedDict):
     flushed: Literal[True]
 
@@ -311,10 +317,18 @@ class AbortedReply(TypedDict):
 # ---- weights: update_requests.py has the rest ----
 
 
+MAX_SKIPPED = 256
+"""Each tensor's name is compared with each text. A trainer names a few kinds of tensors."""
+
+
 class CheckWeights(Body):
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
     closed: bool = False
     """Close the worker meanwhile, because reading all weights delays its engine."""
+    per_tensor: bool = False
+    """A checksum has the hash of each tensor too."""
+    skip_tensor_list: list[str] = Field([], max_length=MAX_SKIPPED)
+    """Checksum and compare leave out the tensors whose names contain one of these texts."""
 
 
 class CheckWeightsReply(TypedDict):
@@ -432,6 +446,8 @@ class Op:
     """The places that the op takes in a worker. Ops that any client may send leave those of the control plane free."""
     reply_follows: str | None = None
     """The field of the request that makes the reply long."""
+    shorter: str = "send it in parts"
+    """The fix for a reply that is too long."""
 
 
 QUICK_S = 1.0
@@ -497,7 +513,7 @@ OPS: dict[str, Op] = {
         ),
         Op("pause", Pause, PauseReply, True, ENGINE_S, doc="Stop generation, with a lease."),
         Op("resume", Empty, PauseReply, True, ENGINE_S, doc="Continue generation."),
-        Op("flush_cache", Empty, FlushReply, True, ENGINE_S, doc="Drop the prefix cache."),
+        Op("flush_cache", FlushCache, FlushReply, True, ENGINE_S, doc="Drop the prefix cache."),
         Op("abort_requests", AbortRequests, AbortedReply, True, ENGINE_S, doc="End requests now."),
         Op("init_transport", InitTransport, DoneReply, True, 300.0, doc="Set up a weight transport."),
         Op("destroy_transport", DestroyTransport, DoneReply, True, ENGINE_S, doc="Take a weight transport down."),
@@ -525,7 +541,16 @@ OPS: dict[str, Op] = {
         Op("update_weights", UpdateWeights, CommittedReply, True, 360.0, doc="Prepare, commit."),
         Op("release_memory", MemoryTags, MemoryReply, True, 60.0, doc="Give memory back (sleep)."),
         Op("resume_memory", MemoryTags, MemoryReply, True, 60.0, doc="Take it again (wake)."),
-        Op("check_weights", CheckWeights, CheckWeightsReply, True, 60.0, doc="Checksum or compare."),
+        Op(
+            "check_weights",
+            CheckWeights,
+            CheckWeightsReply,
+            True,
+            60.0,
+            doc="Checksum or compare.",
+            reply_follows="per_tensor",
+            shorter="leave it out, or leave out tensors with skip_tensor_list",
+        ),
         Op("set_admission", SetAdmission, AdmissionState, True, QUICK_S, doc="Open or close."),
         Op("drain", Drain, DrainReply, True, 60.0, doc="Close admission, let requests end."),
     )

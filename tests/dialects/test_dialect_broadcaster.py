@@ -59,6 +59,7 @@ async def test_trainers_that_broadcast_to_vllm(plane: Plane) -> None:
             await _prime_rl(witnesses, ids, trainer, http)
             http.timeout = httpx.Timeout(None)
             await _skyrl(witnesses, ids, trainer, http)
+            await _nemo_rl_by_dynamo(witnesses, ids, trainer, http)
 
 
 async def _prime_rl(
@@ -241,6 +242,43 @@ async def _skyrl(witnesses: Witnesses, ids: list[str], trainer: CommandedProcess
         reply = await http.post("/inference/v1/generate", json=body, headers={"X-Session-ID": "episode 1"})
         (choice,) = fine(reply)["choices"]
         assert choice["token_ids"] == witnessed(seed, 4)
+
+
+async def _nemo_rl_by_dynamo(
+    witnesses: Witnesses, ids: list[str], trainer: CommandedProcess, http: httpx.AsyncClient
+) -> None:
+    """NeMo-RL's `DynamoRefitChannel`, for which the fleet is one worker of Dynamo's."""
+
+    async def post(route: str, body: dict[str, Any]) -> None:
+        assert fine(await http.post(f"/engine/{route}", json=body)) == {"status": "ok"}
+
+    (worker,) = fine(await http.get("/fleet/v1/rl/workers"))["workers"]
+    size, port = worker["world_size"], free_port()
+    init = {"master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": size + 1}
+    asked = {"engine_rpc": "init_weight_transfer_engine", "init_info": init}
+    refused(await http.post("/engine/init_weights_update_group", json=asked), 501)  # its own NCCL
+    group = f"nemo-rl {next(NUMBERS)}"
+    asked["init_info"] = {**init, "backend": "gloo", "group_name": group}
+    await asyncio.gather(
+        post("init_weights_update_group", asked),
+        trainer.do("form", {"group": group, "port": port, "world_size": size + 1, "timeout_s": GLOO_S}),
+    )
+    common = {"allow_unpaused": True, "reset_prefix_cache": False}
+    for seed in (3, 1):
+        directory = witnesses.base(seed)
+        (part,) = parts_of(directory, 1)
+        info = {"names": part["names"], "dtype_names": part["dtypes"], "shapes": part["shapes"], "packed": True}
+        route = "update_weights_from_distributed"
+        await post(route, {"engine_rpc": "start_weight_update", **common, "is_checkpoint_format": True})
+        told = {"group": group, "directory": str(directory), "part": {**part, "layout": "packed"}}
+        await asyncio.gather(
+            post(route, {"engine_rpc": "update_weights", **common, "update_info": info}),
+            trainer.do("send", told),
+        )
+        await post(route, {"engine_rpc": "finish_weight_update", **common})
+        await post("pause_generation", {"mode": "wait", "clear_cache": True})
+        await post("resume_generation", {})
+        await proven(http, ids, seed)
 
 
 async def test_weights_of_another_float_dtype_are_cast_as_engines_servers_do(plane: Plane) -> None:

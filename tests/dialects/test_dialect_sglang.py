@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -147,8 +148,10 @@ async def test_what_is_refused_by_name(plane: Plane) -> None:
             ("/begin_weight_update", {"selector": "draft"}, 501, "selector"),
             ("/complete_weights_update", {}, 409, None),
             ("/unload_lora_adapter", {"lora_name": "none"}, 400, "lora_name"),
+            ("/start_profile", {"num_steps": 3}, 501, "path"),
+            ("/stop_profile", {}, 501, "path"),
             ("/weights_checker", {"action": "weigh"}, 400, "action"),
-            ("/weights_checker", {"skip_tensor_list": ["w"]}, 400, "skip_tensor_list"),
+            ("/weights_checker", {"skip_tensor_list": "w"}, 400, "skip_tensor_list"),
         ):
             error = refused(await http.post(path, json=body), status)
             assert error.get("field") == field, (path, error)
@@ -284,7 +287,8 @@ async def test_checks_adapters_and_memory(plane: Plane) -> None:
     async with facade(plane) as http:
         checked = fine(await http.post("/weights_checker"))
         assert (checked["success"], [rank["instance_id"] for rank in checked["ranks"]]) == (True, ids)
-        assert {rank["checksum"] for rank in checked["ranks"]} == {checked["per_engine_checksum"]}
+        _as_sglang_answers(checked)
+        assert [rank["checksums"] for rank in checked["ranks"]] == [checked["ranks"][0]["checksums"]] * 2
         assert await served(http) == [(True, "initial")] * 2
         fine(await http.post("/weights_checker", json={"action": "snapshot"}))
         fine(await http.post("/weights_checker", json={"action": "compare"}))
@@ -297,6 +301,50 @@ async def test_checks_adapters_and_memory(plane: Plane) -> None:
             answer = await http.post(path, json={"tags": None})
             assert fine(answer) is None
         fine(await http.post("/continue_generation", json={}))
+
+
+def _as_sglang_answers(checked: dict[str, Any]) -> None:
+    """SGLang's `ChecksumInfo` of each rank, and what miles' `flatten_inference_engine_checksums` makes of it."""
+    whole = hashlib.sha256()
+    flat: dict[str, str] = {}
+    for rank in checked["ranks"]:
+        (place,) = rank["parallelism_info"]
+        assert place.keys() == {
+            "role", "tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size"
+        }  # fmt: skip
+        assert place["size"] == len(checked["ranks"])
+        own = hashlib.sha256()
+        for name, value in sorted(rank["checksums"].items()):
+            own.update(name.encode() + value.encode())
+        assert rank["per_gpu_checksum"] == own.hexdigest()
+        whole.update(rank["per_gpu_checksum"].encode())
+        flat |= {f"rank{place['rank']}/{name}": value for name, value in rank["checksums"].items()}
+    assert checked["per_engine_checksum"] == whole.hexdigest()
+    assert len(flat) == sum(len(rank["checksums"]) for rank in checked["ranks"]), "each rank has its own number"
+
+
+async def test_checks_leave_out_the_tensors_that_a_trainer_skips(plane: Plane) -> None:
+    """The body is that of miles' `SGLangEngine.check_weights`."""
+    plane.spawn()
+    async with facade(plane) as http:
+
+        async def check(action: str, skip: list[str]) -> httpx.Response:
+            body = {"action": action, "allow_quant_error": False, "selector": "all", "skip_tensor_list": skip}
+            return await http.post("/weights_checker", json=body)
+
+        async def names(skip: list[str]) -> set[str]:
+            (rank,) = fine(await check("checksum", skip))["ranks"]
+            return set(rank["checksums"])
+
+        every = await names([])
+        assert await names(["layers.0", "nowhere"]) == {name for name in every if "layers.0" not in name} < every
+        fine(await check("snapshot", ["layers.0"]))
+        fine(await http.post("/update_weights_from_disk", json={"model_path": str(plane.model(1))}))
+        answer = await check("compare", ["layers.0"])
+        refused(answer, 409)
+        (rank,) = answer.json()["error"]["ranks"]
+        assert set(rank["mismatches"]) == await names(["layers.0"])
+        fine(await check("compare", sorted(every)))
 
 
 async def test_a_checksum_takes_one_worker_after_another_out_of_routing(plane: Plane) -> None:

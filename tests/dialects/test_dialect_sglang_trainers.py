@@ -25,11 +25,13 @@ from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
 from tests.support.broadcast_updates import GLOO_S, free_port
 from tests.support.dialect_facade import (
     HEAL_S,
+    PROMPT,
     facade,
     fine,
     proven,
     refused,
     served,
+    witnessed,
 )
 from tests.support.hf_fleet import START_S, Witnesses
 from tests.support.sglang_calls import one_by_one
@@ -53,7 +55,17 @@ async def test_trainers_that_speak_to_sglang(plane: Plane) -> None:
     with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
-            for one in (_slime, _miles, _areal, _two_phases, _without_a_pause, _from_disk, _verl, _nemo_rl):
+            for one in (
+                _slime,
+                _miles,
+                _areal,
+                _areal_vllm,
+                _two_phases,
+                _without_a_pause,
+                _from_disk,
+                _verl,
+                _nemo_rl,
+            ):
                 print(one.__name__)
                 await one(replay, witnesses, ids)
 
@@ -123,6 +135,47 @@ async def _areal(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
     await replay.post("/continue_generation")
     await proven(http, ids, 2)
     await replay.leave("update_weight_group")
+
+
+async def _areal_vllm(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
+    """Replays AReaL's `VLLMBackend`: each bucket is described by one call, and broadcast while the next one runs."""
+    http, directory = replay.http, witnesses.base(1)
+    group = "areal_vllm"
+    assert (await http.get("/health")).status_code == 200
+    formed = fine(await replay.form(group, port_type=str, path="/areal_init_weights_update_group"))
+    assert formed["success"] is True
+    assert (await replay.post("/areal_pause_generation"))["success"] is True
+    assert refused(await http.post("/areal_update_weights_xccl", json={}), 409)["field"] == "path"
+    for part in parts_of(directory, BUCKETS):
+        assert (await replay.post("/areal_set_update_weight_meta", {**part, "group_name": group}))[
+            "success"
+        ] is True
+        told = {"group": group, "directory": str(directory), "part": {**part, "layout": "each"}}
+        reply, _ = await asyncio.gather(
+            http.post("/areal_update_weights_xccl", json={}), replay.trainer.do("send", told)
+        )
+        assert fine(reply)["success"] is True
+    assert (await replay.post("/areal_continue_generation"))["success"] is True
+    await proven(http, ids, 1)
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 4,
+        "temperature": 0.0,
+        "return_tokens_as_token_ids": True,
+        "logprobs": 0,
+    }
+    (choice,) = fine(await http.post("/v1/completions", json={**body, "use_beam_search": False}))["choices"]
+    tokens = [int(token.split(":")[1]) for token in choice["logprobs"]["tokens"]]
+    assert tokens == witnessed(1, 4)
+    await replay.leave(group)
+    # By disk, and adapters.
+    assert (await replay.post("/areal_pause_generation"))["success"] is True
+    assert (await replay.post("/areal_update_weights", {"model_path": str(witnesses.base(2))}))["success"] is True
+    assert (await replay.post("/areal_continue_generation"))["success"] is True
+    await proven(http, ids, 2)
+    for path in ("update_weights_lora", "set_update_weight_meta_lora", "update_weights_lora_xccl"):
+        error = refused(await http.post(f"/areal_{path}", json={"lora_name": "a"}), 501)
+        assert "/v1/load_lora_adapter" in error["fix"]
 
 
 async def _two_phases(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:

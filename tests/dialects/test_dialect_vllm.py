@@ -185,6 +185,31 @@ async def test_a_cache_that_an_engine_keeps_is_no_success_and_no_error(plane: Pl
         assert "it broke" in answer.json()["message"]
 
 
+DROPS_WHILE_FROZEN = HAS_REQUESTS.replace("return False", "return self.gate.is_paused")
+
+
+async def test_running_requests_are_reset_with_the_cache(plane: Plane) -> None:
+    """SkyRL sends JSON, vLLM's clients send a query. The requests continue, and so does a pause."""
+    plane.spawn(patch=DROPS_WHILE_FROZEN, token_delay_s=0.01)
+    async with facade(plane) as http:
+        begun = asyncio.Event()
+        stream = asyncio.create_task(streaming(http, begun, 400))
+        await begun.wait()
+        assert fine(await http.post("/reset_prefix_cache"))["success"] is False
+        for path, body in (
+            ("/reset_prefix_cache", {"reset_running_requests": True}),
+            ("/reset_prefix_cache?reset_running_requests=true", None),
+        ):
+            assert fine(await http.post(path, json=body)) == {"success": True}
+        assert sum(len(event["choices"][0]["token_ids"]) for event in await stream) == 400
+        fine(await http.post("/pause?mode=keep"))
+        assert (
+            fine(await http.post("/reset_prefix_cache", json={"reset_running_requests": True}))["success"] is True
+        )
+        assert fine(await http.get("/is_paused")) == {"is_paused": True}
+        fine(await http.post("/resume"))
+
+
 async def test_a_sleep_that_only_paused_ends_where_no_memory_can_be_released(plane: Plane) -> None:
     """Level 0, as on every engine without a memory saver; `scheduling` is vLLM's own word for its end."""
     for _ in range(2):
@@ -303,6 +328,32 @@ async def test_adapters_as_vllm_has_them(plane: Plane, http: httpx.AsyncClient) 
     refused(await http.post("/v1/load_lora_adapter", json=missing), 404)
     fine(await http.post("/v1/unload_lora_adapter", json={"lora_name": "a", "lora_int_id": None}))
     refused(await http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}), 404)
+
+
+async def test_adapters_as_skyrl_loads_them(plane: Plane, http: httpx.AsyncClient) -> None:
+    """SkyRL's `load_lora_adapter` and `unload_lora_adapter`: the same name with another directory, without a pause."""
+    paths = [make_fake_adapter(plane.tmp / "weights" / f"adapter{seed}", seed, plane.model()) for seed in (1, 2)]
+    answers, digests = [], []
+    for path in paths:
+        body = {"lora_name": "policy", "lora_path": str(path)}
+        answers.append(fine(await http.post("/skyrl/v1/load_lora_adapter", json=body)))
+        held = fine(await http.get("/v1/rl/weight_version"))["adapters"]
+        assert list(held) == ["policy"]
+        digests.append(held["policy"]["digest"])
+    assert answers[0] == answers[1]
+    assert answers[0].keys() == {"status", "lora_name", "lora_int_id"}
+    assert (answers[0]["status"], answers[0]["lora_name"]) == ("ok", "policy")
+    assert answers[0]["lora_int_id"] > 0
+    assert digests[0] != digests[1]
+    assert [one["id"] for one in fine(await http.get("/v1/models"))["data"]][1:] == ["policy"]
+    missing = {"lora_name": "policy", "lora_path": str(plane.tmp / "weights" / "none")}
+    refused(await http.post("/skyrl/v1/load_lora_adapter", json=missing), 404)
+    assert (
+        refused(await http.post("/skyrl/v1/load_lora_adapter", json={"lora_name": "a"}), 400)["field"]
+        == "lora_path"
+    )
+    fine(await http.post("/v1/unload_lora_adapter", json={"lora_name": "policy"}))
+    assert fine(await http.get("/v1/rl/weight_version"))["adapters"] == {}
 
 
 async def test_an_update_from_a_directory_in_three_calls(plane: Plane, http: httpx.AsyncClient) -> None:
@@ -432,6 +483,14 @@ async def test_what_is_out_of_order_or_impossible_is_refused_by_name(
         ),
         ("/init_weight_transfer_engine", {"init_info": {**tcp, "nccl_unique_id_b64": "AA=="}}, 501, None),
         ("/collective_rpc", {"method": "reset_weights"}, 501, "method"),
+        ("/engine/update_weights_from_distributed", {"engine_rpc": "update_weights"}, 400, "update_info"),
+        ("/engine/update_weights_from_distributed", {"engine_rpc": "pull"}, 400, "engine_rpc"),
+        (
+            "/engine/update_weights_from_distributed",
+            {"engine_rpc": "start_weight_update", "is_checkpoint_format": False},
+            400,
+            "is_checkpoint_format",
+        ),
         ("/collective_rpc", {"method": "skyrl_wake_preserved", "kwargs": {"tags": ["weights"]}}, 501, "method"),
         ("/collective_rpc", {}, 400, "method"),
         ("/collective_rpc", {"method": "update_weights_nccl"}, 400, "kwargs.update_info"),

@@ -125,6 +125,30 @@ async def test_the_listeners_key_is_asked_for_in_every_dialect(plane: Plane) -> 
         assert (await http.get("/get_world_size", headers={"Authorization": "Basic %%"})).status_code == 401
 
 
+async def test_one_slash_too_many_leads_to_the_path_itself(plane: Plane) -> None:
+    """Older clients of TRL ask for `/health/`, and follow what vLLM's server answers. Nothing leads to another host."""
+    plane.spawn()
+    key = {"Authorization": f"Bearer {KEY}"}
+    async with facade(plane, admin_key=KEY) as http:
+        base = str(http.base_url).rstrip("/")
+        for path, headers in (("/health/", {}), ("/get_world_size/", key), ("/v1/models/", key)):
+            found = await http.get(path, headers=headers)
+            assert (found.status_code, found.content) == (307, b"")
+            assert found.headers["location"] == path[:-1]
+            assert (await http.get(path, headers=headers, follow_redirects=True)).status_code == 200, path
+        sent = {"prompt": "hi"}
+        found = await http.post("/tokenize/?a=1&b=%2F", json=sent, headers=key, follow_redirects=True)
+        assert (found.status_code, found.url.raw_path) == (200, b"/tokenize?a=1&b=%2F")
+        # The key is asked for first, and no path leads anywhere else.
+        assert (await http.get("/get_world_size/")).status_code == 401
+        for path in ("/health//", "//health/", "//elsewhere.example/", "/nowhere/", "/v1/"):
+            assert (await http.get(base + path, headers=key)).status_code == 404, path
+    async with facade(plane) as http:
+        elsewhere = {"Host": "elsewhere.example"}
+        assert (await http.get("/get_world_size/", headers=elsewhere)).status_code == 401
+        assert (await http.get("/health/", headers=elsewhere)).headers["location"] == "/health"
+
+
 @pytest.mark.parametrize(
     ("dialects", "there", "absent"),
     [

@@ -30,6 +30,7 @@ from rl_plane.errors import PlaneError
 from tests.support import openai_calls
 from tests.support.bad_adapters import BAD
 from tests.support.delta_updates import by_delta
+from tests.support.dialect_facade import facade, fine
 from tests.support.faults import StatusLog, Stream
 from tests.support.fleet_updates import all_serve, states, update_of
 from tests.support.frontend_process import ask, events_of, until_running
@@ -53,6 +54,7 @@ from tests.support.mixed_fleet import (
 from tests.support.nixl_trainers import trainer
 from tests.support.reference import logprobs_of, prompt_logprobs
 from tests.support.streaming_client import Streaming
+from tests.support.update_checks import check_updates
 from worker.receive.staging import adapter_digest
 from worker.testing.tiny_adapter import make_tiny_adapter
 from worker.testing.tiny_model import VOCAB_SIZE, witness_next_token
@@ -121,6 +123,32 @@ async def test_every_engine_applies_deltas_to_what_it_keeps(
         await proven(http, mixed, label, new)
         await proven(http, mixed, label, new, ("style", mixed.adapter(1)))
     await client.run("unload_lora_adapter", {"lora_name": "style"})
+    await mixed.witnessed(client)
+
+
+async def test_a_trainers_checks_and_resets(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+    """slime's check of its first update, miles' checksums, and SkyRL's reset of running requests."""
+    await mixed.witnessed(client)
+    async with facade(mixed.plane) as trainer:
+
+        async def update() -> None:
+            body = {"model_path": str(mixed.first), "weight_version": "checked"}
+            fine(await trainer.post("/update_weights_from_disk", json=body))
+
+        await check_updates(mixed.plane, trainer, update)
+        await proven(http, mixed, "checked", mixed.first)
+        ranks = fine(await trainer.post("/weights_checker", json={"action": "checksum"}))["ranks"]
+        assert sorted(rank["instance_id"] for rank in ranks) == sorted(mixed.ids.values())
+        assert all(len(rank["checksums"]) > 1 for rank in ranks)
+        streams = await begun(client, mixed)
+        assert fine(await trainer.post("/reset_prefix_cache", json={}))["success"] is False
+        reset = await trainer.post("/reset_prefix_cache", json={"reset_running_requests": True})
+        assert fine(reset) == {"success": True}
+        for stream in streams.values():
+            await stream.until(len(stream.tokens) + TOKENS)
+        fine(await trainer.post("/abort_requests", json={}))
+        for engine, stream in streams.items():
+            assert (await stream.end()).tokens[: 2 * TOKENS] == witnessed(1, 2 * TOKENS), engine
     await mixed.witnessed(client)
 
 

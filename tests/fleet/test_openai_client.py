@@ -92,6 +92,11 @@ async def test_a_refusal_for_good_is_not_asked_again(plane: Plane) -> None:
         with pytest.raises(openai.InternalServerError) as caught:
             await refused.create(model="x", prompt="a", suffix="b")
         assert caught.value.request.headers["x-stainless-retry-count"] == "0"
+        responses = client.with_options(max_retries=2).responses.with_raw_response
+        with pytest.raises(openai.InternalServerError) as caught:
+            await responses.create(model="x", input="a")
+        assert (caught.value.status_code, caught.value.request.headers["x-stainless-retry-count"]) == (501, "0")
+        assert "/v1/chat/completions" in str(caught.value.body)
 
 
 async def test_tools_are_rendered_unless_none_are_to_be_used(plane: Plane) -> None:

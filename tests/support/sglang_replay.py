@@ -35,7 +35,9 @@ class Replay:
             await asyncio.sleep(1)
         raise AssertionError("the cache was never flushed")
 
-    async def form(self, group: str, port_type: type = int) -> httpx.Response:
+    async def form(
+        self, group: str, port_type: type = int, path: str = "/init_weights_update_group"
+    ) -> httpx.Response:
         ranks = fine(await self.http.get("/server_info"))["num_gpus"]
         port = free_port()
         asked = {
@@ -48,7 +50,7 @@ class Replay:
         }
         order = {"group": group, "port": port, "world_size": ranks + 1, "timeout_s": GLOO_S}
         reply, _ = await asyncio.gather(
-            self.http.post("/init_weights_update_group", json=asked),
+            self.http.post(path, json=asked),
             self.trainer.do("form", order),
         )
         return reply

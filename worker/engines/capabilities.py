@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from rl_plane.errors import Unsupported
@@ -21,6 +21,23 @@ from worker.nodes.node_part import NodePart
 CheckAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 
 Capability = TypeVar("Capability")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckScope:
+    """The tensors of a checksum or a comparison, and the detail of a checksum."""
+
+    skip: tuple[str, ...] = ()
+    """A tensor whose name contains one of these texts is left out."""
+    per_tensor: bool = False
+    """A checksum also has the hash of each tensor."""
+
+    def covers(self, name: str) -> bool:
+        return not any(text in name for text in self.skip)
+
+
+WHOLE = CheckScope()
+"""Every tensor, and one checksum for all."""
 
 
 @runtime_checkable
@@ -83,10 +100,11 @@ class CanCheckWeights(Protocol):
     """Checks the bytes of the weights that it serves."""
 
     @abstractmethod
-    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
-        """Returns a row per rank.
+    async def check_weights(self, action: CheckAction, scope: CheckScope = WHOLE) -> list[dict[str, Any]]:
+        """Returns a row per rank. `scope` concerns `checksum` and `compare`.
 
-        - `checksum`: `{rank, checksum}`, which changes with every byte of every parameter.
+        - `checksum`: `{rank, checksum}`, which changes with every byte of every parameter. With `scope.per_tensor`
+          also `checksums: {name: hash}`.
         - `snapshot`: `{rank}`; keeps a copy of the weights.
         - `compare`: `{rank, match, mismatches: [name]}`, against the copy. Raises InvalidRequest if there is none.
         - `reset_tensors`: `{rank}`; overwrites the weights with noise. Running requests continue, and their tokens have

@@ -243,5 +243,5 @@ class Dispatcher:
 def _too_long(name: str, message: str) -> PlaneError:
     op = OPS.get(name)
     if op is not None and op.reply_follows is not None:
-        return PayloadTooLarge(message, field=op.reply_follows, fix="send it in parts")
+        return PayloadTooLarge(message, field=op.reply_follows, fix=op.shorter)
     return EngineFailed(message)

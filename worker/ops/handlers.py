@@ -12,7 +12,7 @@ from rl_plane.errors import Conflict
 from rl_plane.protocol import relay, update_requests, validation, worker_ops
 from rl_plane.protocol.versions import TensorSpec, VersionReply
 from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
-from worker.engines.capabilities import CanCheckWeights, CanTokenize, require
+from worker.engines.capabilities import CanCheckWeights, CanTokenize, CheckScope, require
 from worker.ops.contract import ByRank, Handler
 from worker.ops.host_facts import HostFacts
 from worker.reconcile.coordinator_calls import CoordinatorCalls
@@ -21,7 +21,7 @@ from worker.reconcile.engine_memory import EngineMemory
 from worker.reconcile.numerics import Numerics
 from worker.reconcile.record_watch import RecordWatch
 from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
-from worker.reconcile.worker_core import WorkerCore
+from worker.reconcile.worker_core import CHECK_S, WorkerCore
 from worker.runtime.engine_loop import EngineLoop
 
 
@@ -219,10 +219,13 @@ class OpHandlers:
         self._tell()
         return worker_ops.PauseReply(pause_state="running", cache_flushed=False)
 
-    async def _flush_cache(self, body: validation.Empty, fence: int) -> worker_ops.FlushReply:
+    async def _flush_cache(self, body: worker_ops.FlushCache, fence: int) -> worker_ops.FlushReply:
         async with self._changes.turn(fence):
-            if not await self._engine.run(self._adapter.flush_cache()):
-                raise Conflict("the engine refused to flush its cache", fix="pause first, then flush")
+            if not await self._changes.flush_cache(body.reset_running_requests):
+                raise Conflict(
+                    "the engine refused to flush its cache",
+                    fix="pause first, or send reset_running_requests: true",
+                )
         return worker_ops.FlushReply(flushed=True)
 
     async def _abort_requests(self, body: worker_ops.AbortRequests, fence: int) -> worker_ops.AbortedReply:
@@ -286,21 +289,45 @@ class OpHandlers:
         self._state.check_weights_here()
         return await self._calls.take_alone(body, fence)
 
-    async def _check_weights(self, body: worker_ops.CheckWeights, fence: int) -> ByRank:
+    async def _check_weights(self, body: worker_ops.CheckWeights, fence: int) -> Mapping[str, Any]:
         self._state.check_weights_here()
         checks = require(self._adapter, CanCheckWeights)
         async with self._changes.turn(fence, blocks=True):
-            if body.action == "reset_tensors":
-                await self._memory.weights_are_gone("reset_tensors overwrote the weights")
             if body.closed:
                 self._state.close("checking")
                 self._tell()
             try:
-                ranks = await self._engine.run(checks.check_weights(body.action))
+                if body.action == "reset_tensors":
+                    await self._lose_to_reset()
+                scope = CheckScope(tuple(body.skip_tensor_list), body.per_tensor)
+                ranks = await self._engine.run(checks.check_weights(body.action, scope))
+            except BaseException:
+                if body.action == "reset_tensors":
+                    self._core.check_ended()
+                    self._changes.look()
+                raise
             finally:
                 self._state.open("checking")
                 self._tell()
-        return ByRank(worker_ops.CheckWeightsReply(ranks=ranks), ranks)
+            if body.action == "snapshot":
+                self._core.snapshot_taken()
+            elif body.action == "compare":
+                self._core.check_ended()
+                self._changes.look()
+        reply = worker_ops.CheckWeightsReply(ranks=ranks)
+        # A message has no room for every tensor's hash twice.
+        return reply if body.per_tensor else ByRank(reply, ranks)
+
+    async def _lose_to_reset(self) -> None:
+        """Closes the worker before its weights are overwritten. If a check waits for an update, the engine is frozen
+        too: its requests would run on noise. The swap resumes it."""
+        why = "reset_tensors overwrote the weights"
+        waits = self._core.weights_reset(time.monotonic())
+        if waits:
+            why += f": an update brings others, or the worker heals after the compare, or {CHECK_S:g} s"
+        await self._memory.weights_are_gone(why)
+        if waits:
+            await self._changes.freeze("keep", None)
 
     # ---- memory ----
 

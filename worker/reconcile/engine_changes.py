@@ -89,6 +89,18 @@ class EngineChanges:
             await self._engine.run(self._adapter.resume())
         self._state.resume()
 
+    async def flush_cache(self, reset_running: bool) -> bool:
+        """Returns whether the engine dropped its prefix cache. `reset_running`: freezes running requests meanwhile,
+        because an engine drops the KV of frozen requests only."""
+        freezes = reset_running and self._state.pause_mode is None and self._state.may_run
+        if freezes:
+            await self.freeze("keep", None)
+        try:
+            return await self._engine.run(self._adapter.flush_cache())
+        finally:
+            if freezes:  # the fleet is not paused, so no other call would resume the engine
+                await self._engine.run(self._adapter.resume(), to_its_end=True)
+
     async def freeze(self, mode: PauseMode, bound_s: float | None) -> None:
         """Pauses the engine for a change, even if it should be paused: a resume that was cut off may have reached it.
 

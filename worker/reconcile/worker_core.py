@@ -50,6 +50,9 @@ COMMIT_GRACE_S = 4.0
 """A prepared worker waits this long for its commit after the decision, before it swaps by itself."""
 GATE_S = SERVING_LEASE_S + LEASE_MARGIN_S
 """A gate that no coordinator lifts lasts this long. After that no worker can serve the version before."""
+CHECK_S = 1800.0
+"""A worker whose weights were reset after a snapshot waits this long for an update or the comparison, before it heals
+by itself. A trainer builds its own model in this time, and then sends its first update."""
 SOURCE_GONE = "source_gone: the committed weights can't be fetched again; an update brings new ones"
 OTHER_MODEL_FIX = "start it with the fleet's model, or begin a new run (`rl-plane new-run`)"
 
@@ -90,6 +93,10 @@ class WorkerCore:
         """No coordinator lifted the gate in time."""
         self._next_try = 0.0
         self._retry_s = HEAL_RETRY_S
+        self._has_snapshot = False
+        """A snapshot was taken, and was not compared since."""
+        self._check_until = 0.0
+        """Until then a check waits for an update, and healing would hide that none came. 0: no check waits."""
         self._unsure: set[str] = set()
         """Adapters whose last change was cut off, so that the engine may or may not hold them."""
 
@@ -103,6 +110,8 @@ class WorkerCore:
         mine = self.record
         if mine is not None and (newer(mine, record) or (not newer(record, mine) and written <= self._written)):
             return False
+        if mine is not None and mine.version != record.version:
+            self._check_until = 0.0  # an update has come, if not to this worker
         if mine is None or (mine.version.run, mine.made) != (record.version.run, record.made):
             self._learnt_at, self._alone, self._is_late = now, False, False
             self._scores_stay_alone, self._free_since = False, None
@@ -261,7 +270,23 @@ class WorkerCore:
         self._next_try = now + self._retry_s
         self._retry_s = min(MAX_HEAL_RETRY_S, self._retry_s * 2)
 
+    # ---- events: a check of the weights ----
+
+    def snapshot_taken(self) -> None:
+        self._has_snapshot = True
+
+    def weights_reset(self, now: float) -> bool:
+        """Notes that noise comes over the weights. Returns whether a snapshot waits for its comparison: then only an
+        update brings weights, until the comparison, or for CHECK_S."""
+        self._check_until = now + CHECK_S if self._has_snapshot else 0.0
+        return self._has_snapshot
+
+    def check_ended(self) -> None:
+        """Notes a comparison, or a reset that failed: the worker may heal."""
+        self._has_snapshot, self._check_until = False, 0.0
+
     def enabled(self) -> None:
+        self._check_until = 0.0
         self._retry_now()
         self.numerics.try_again()
 
@@ -284,6 +309,7 @@ class WorkerCore:
             state.adapters.pop(swap.name, None)
         elif swap.name is None:
             state.hold(swap.version)
+            self._check_until = 0.0
             self.numerics.swapped(self.record)
         else:
             state.adapters[swap.name] = swap.version
@@ -350,6 +376,9 @@ class WorkerCore:
         if "weights" in self.state.released:
             self.state.close("behind", "memory is released: the weights come back with resume_memory")
             return Wait()
+        if self._waits_for_check(change, record, now):
+            healed = staged is not None and staged.fence is None
+            return Drop(staged.update_id) if staged is not None and healed else Wait(self._check_until)
         if change.version is None:
             assert change.name is not None
             return Unload(change.name, record.pause_mode) if now >= self._next_try else Wait(self._next_try)
@@ -369,6 +398,13 @@ class WorkerCore:
         if now < self._next_try:
             return Wait(self._next_try)
         return self._fetch(change, now)
+
+    def _waits_for_check(self, change: _Change, record: DecisionRecord, now: float) -> bool:
+        """Returns whether base weights may only come by an update: what a coordinator has staged and decided."""
+        if change.name is not None or now >= self._check_until:
+            return False
+        staged = self.staged
+        return staged is None or staged.fence is None or not self._fits(staged, change, record)
 
     def _fetch(self, change: _Change, now: float) -> Instruction:
         assert change.version is not None

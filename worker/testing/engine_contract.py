@@ -33,6 +33,7 @@ from worker.engines.capabilities import (
     CanReleaseMemory,
     CanScore,
     CanTokenize,
+    CheckScope,
     require,
     with_missing,
 )
@@ -514,8 +515,18 @@ async def checks_weights(at: EngineUnderTest) -> None:
     check, before = at.engine.check_weights, (await at.generate()).tokens
     await bounded(check("snapshot"))
     assert all(row["match"] and not row["mismatches"] for row in await bounded(check("compare")))
+    first = await bounded(check("checksum", CheckScope(per_tensor=True)))
     await at.swap(at.other)
-    assert not all(row["match"] for row in await bounded(check("compare")))
+    compared = await bounded(check("compare"))
+    assert not all(row["match"] for row in compared)
+    for row, one, other in zip(
+        compared, first, await bounded(check("checksum", CheckScope(per_tensor=True))), strict=True
+    ):
+        assert one["checksums"].keys() == other["checksums"].keys()
+        differing = {name for name, value in one["checksums"].items() if other["checksums"][name] != value}
+        assert differing == set(row["mismatches"]), "a checksum per tensor tells what a comparison tells"
+    skipping = CheckScope(tuple(name for row in compared for name in row["mismatches"]))
+    assert all(row["match"] for row in await bounded(check("compare", skipping)))
     rows = await bounded(check("reset_tensors"))
     assert [row["rank"] for row in rows] == list(range(at.info.world_size)), "a row per rank"
     if at.info.witnesses:

@@ -184,11 +184,12 @@ async def world_size(context: DialectContext) -> int:
     return sum(int(row["world_size"]) for row in await members(context))
 
 
-async def checksum_each(context: DialectContext) -> list[dict[str, Any]]:
-    """Each worker's row of a checksum. One worker after the other leaves routing while it reads its weights."""
+async def checksum_each(context: DialectContext, **scope: Any) -> list[dict[str, Any]]:
+    """Each worker's row of a checksum. One worker after the other leaves routing while it reads its weights. `scope`:
+    other fields of `check_weights`."""
     rows: list[dict[str, Any]] = []
     for member in await members(context):
-        asked = {"action": "checksum", "closed": True, "workers": [member["instance_id"]]}
+        asked = {"action": "checksum", "closed": True, "workers": [member["instance_id"]], **scope}
         rows += engine_replies(await context.calls.run("check_weights", asked))
     return rows
 

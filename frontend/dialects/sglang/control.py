@@ -12,17 +12,14 @@ from pydantic import Field
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import (
     MEMORY,
-    checksum_each,
-    joined,
     resume_fleet,
     skipped,
     tell_paused,
 )
 from frontend.dialects.sglang.body_tensors import IDLE_S, HeldTensors
 from frontend.dialects.sglang.sglang_session import Updates
-from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report
-from rl_plane.errors import Conflict, InvalidRequest, PlaneError
-from rl_plane.protocol.envelope import engine_replies
+from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes, report
+from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported
 
 FLUSH_AGAIN_S = 0.2
 MAX_FLUSH_S = 300.0
@@ -69,17 +66,10 @@ class MemoryFields(Fields):
     """None: all. `cuda_graph` has no effect: an engine releases its graphs with its weights."""
 
 
-class SglangCheckerFields(Fields):
-    """`/weights_checker`"""
-
-    action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
-    allow_quant_error: bool = False
-    skip_tensor_list: list[str] | None = None
-    selector: Literal["target", "draft", "all"] = "all"
-
-
 def mount_control(routes: SharedRoutes, context: DialectContext, updates: Updates) -> None:
     _mount_pause(routes, context, updates)
+    for path in ("/start_profile", "/stop_profile"):
+        _refuse_profile(routes, path)
 
     @routes.post("/abort_request", SglangAbortFields, "End one request, or all.")
     async def abort(request: ParsedRequest[SglangAbortFields]) -> Any:
@@ -107,48 +97,59 @@ def mount_control(routes: SharedRoutes, context: DialectContext, updates: Update
     async def resume(request: ParsedRequest[MemoryFields]) -> Any:
         await _memory(context, "resume_memory", request)
 
-    @routes.post("/weights_checker", SglangCheckerFields, "Check the weights.", once=True)
-    async def check(request: ParsedRequest[SglangCheckerFields]) -> Any:
-        fields = request.fields
-        if fields.selector == "draft" or fields.skip_tensor_list:
-            field = "selector" if fields.selector == "draft" else "skip_tensor_list"
-            raise InvalidRequest("all weights of the model are checked", field=field, fix="leave it out")
-        if fields.allow_quant_error:
-            report(request.path, "allow_quant_error", "weights are compared bit by bit")
-        return await _check(context, fields.action)
+
+def _refuse_profile(routes: SharedRoutes, path: str) -> None:
+    @routes.any(path, NoFields, "Refused: engines are profiled on their own hosts.", roles=("steer",))
+    async def refuse(request: ParsedRequest[NoFields]) -> Any:
+        raise Unsupported(
+            "a fleet has no one profile: an engine writes its profile on its own host",
+            field="path",
+            fix="profile one engine with its own tools; GET /metrics has the fleet's times",
+        )
 
 
 def _mount_pause(routes: SharedRoutes, context: DialectContext, updates: Updates) -> None:
     @routes.post("/pause_generation", SglangPauseFields, "Stop generation.")
     async def pause(request: ParsedRequest[SglangPauseFields]) -> Any:
-        await context.calls.run("pause", {"mode": request.fields.mode}, request.request_id)
-        await updates.pause()
+        await pause_for_update(context, updates, request.fields.mode, request.request_id)
         return {**PAUSED, **skipped(context)}
 
     @routes.post("/continue_generation", ContinueFields, "Commit what was sent meanwhile, and resume.", once=True)
     async def resume(request: ParsedRequest[ContinueFields]) -> Any:
-        """Commits the update that was sent during the pause before any worker generates."""
         if not request.fields.torch_empty_cache:
             report(request.path, "torch_empty_cache", "engines keep their allocators' memory as they do")
-        try:
-            committed = await updates.commit_open()
-        except PlaneError as error:
-            if await updates.is_open():
-                await tell_paused(context, error)
-                raise
-            # The update has ended, and no worker has a part of it. So the fleet need not stay paused.
-            try:
-                await resume_fleet(context)
-            except PlaneError:
-                await tell_paused(context, error)
-                raise error from None
-            message = f"{error.message}; generation continues by the committed version"
-            raise type(error)(message, **error.facts) from error
-        await resume_fleet(context, request.request_id)
+        committed = await commit_and_resume(context, updates, request.request_id)
         if committed is None:
             return {**CONTINUED, **skipped(context)}
         version = {"weight_version": committed["version"]["label"], "excluded": committed["excluded"]}
         return {**CONTINUED, **version, **skipped(context)}
+
+
+async def pause_for_update(context: DialectContext, updates: Updates, mode: str, request_id: str) -> None:
+    """Pauses the fleet. Parts that are sent from now on are committed by `commit_and_resume`."""
+    await context.calls.run("pause", {"mode": mode}, request_id)
+    await updates.pause()
+
+
+async def commit_and_resume(context: DialectContext, updates: Updates, request_id: str) -> dict[str, Any] | None:
+    """Commits the update that was sent during the pause before any worker generates. Returns the reply of the commit.
+    None: nothing was sent."""
+    try:
+        committed = await updates.commit_open()
+    except PlaneError as error:
+        if await updates.is_open():
+            await tell_paused(context, error)
+            raise
+        # The update has ended, and no worker has a part of it. So the fleet need not stay paused.
+        try:
+            await resume_fleet(context)
+        except PlaneError:
+            await tell_paused(context, error)
+            raise error from None
+        message = f"{error.message}; generation continues by the committed version"
+        raise type(error)(message, **error.facts) from error
+    await resume_fleet(context, request_id)
+    return committed
 
 
 async def _memory(context: DialectContext, op: str, request: ParsedRequest[MemoryFields]) -> None:
@@ -194,21 +195,3 @@ async def _refuse_to_flush_parts() -> None:
         "Flush cache failed. The update is not committed: tensors are missing, or its trainer has not ended it",
         fix="send the rest; if all tensors are here, end_weight_update commits it",
     )
-
-
-async def _check(context: DialectContext, action: str) -> Any:
-    if action == "checksum":
-        rows = await checksum_each(context)
-    else:
-        rows = engine_replies(await context.calls.run("check_weights", {"action": action}))
-    ranks = [{"instance_id": row["instance_id"], **rank} for row in rows for rank in row["ranks"]]
-    differing = [rank["instance_id"] for rank in ranks if rank.get("match") is False]
-    if differing:
-        raise Conflict(
-            f"the weights of {', '.join(dict.fromkeys(differing))} differ from the snapshot",
-            ranks=ranks,
-            fix="each rank's mismatches name them",
-        )
-    body = {"success": True, "message": joined({"workers": rows}, f"{action} done"), "ranks": ranks}
-    checksums = {str(rank["checksum"]) for rank in ranks if "checksum" in rank}
-    return {**body, "per_engine_checksum": checksums.pop()} if len(checksums) == 1 else body

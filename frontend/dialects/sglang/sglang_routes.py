@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.sglang.adapters import mount_adapters
+from frontend.dialects.sglang.areal_vllm import mount_areal_vllm
 from frontend.dialects.sglang.body_tensors import HeldTensors, Store
 from frontend.dialects.sglang.control import mount_control
 from frontend.dialects.sglang.groups import Groups, mount_groups
@@ -14,6 +15,7 @@ from frontend.dialects.sglang.info import mount_info
 from frontend.dialects.sglang.sglang_session import Updates
 from frontend.dialects.sglang.tensor_routes import mount_tensors
 from frontend.dialects.sglang.update_routes import mount_updates
+from frontend.dialects.sglang.weights_checker import mount_checker
 from frontend.server.shared_routes import SharedRoutes
 
 
@@ -23,7 +25,9 @@ def mount(routes: SharedRoutes, context: DialectContext) -> None:
     updates = Updates(context, groups, HeldTensors(context, store))
     mount_info(routes, context)
     mount_control(routes, context, updates)
+    mount_checker(routes, context)
     mount_groups(routes, groups, updates.drop)
     mount_updates(routes, context, updates)
     mount_tensors(routes, context, updates, store)
     mount_adapters(routes, context)
+    mount_areal_vllm(routes, context, groups, updates)

@@ -23,6 +23,8 @@ from frontend.dialects.common.fleet_as_one import (
 from frontend.dialects.common.pause_and_adapters import mount_adapters, mount_pause
 from frontend.dialects.common.transaction import Transactions
 from frontend.dialects.vllm.collective_rpc import mount_rpc
+from frontend.dialects.vllm.dynamo_engine import mount_dynamo_engine
+from frontend.dialects.vllm.skyrl_adapters import mount_skyrl_adapters
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, Unsupported
@@ -74,6 +76,7 @@ class SizeFields(Fields):
 
 class CacheFields(Fields):
     reset_running_requests: bool = False
+    """Running requests compute their KV again, so no engine keeps its cache for them."""
     reset_external: bool = False
 
 
@@ -95,12 +98,14 @@ class InfoFields(Fields):
 def mount(routes: SharedRoutes, context: DialectContext) -> None:
     mount_pause(routes, context)
     mount_adapters(routes, context)
+    mount_skyrl_adapters(routes, context)
     _mount_reading(routes, context)
     _mount_engine(routes, context)
     _mount_memory(routes, context)
     transactions = Transactions(context, GROUP)
     _mount_transfer(routes, context, transactions)
     mount_rpc(routes, context, transactions)
+    mount_dynamo_engine(routes, context, transactions)
 
 
 def _mount_reading(routes: SharedRoutes, context: DialectContext) -> None:
@@ -196,11 +201,13 @@ def _mount_engine(routes: SharedRoutes, context: DialectContext) -> None:
 
     @routes.post("/reset_prefix_cache", CacheFields, "Drop the prefix caches.")
     async def reset_prefix_cache(request: ParsedRequest[CacheFields]) -> Any:
-        for name in ("reset_running_requests", "reset_external"):
-            if getattr(request.fields, name):
-                raise Unsupported(f"{name} is not supported here", field=name, fix="leave it out; pause first")
+        if request.fields.reset_external:
+            raise Unsupported(
+                "no cache outside of the engines is known here", field="reset_external", fix="leave it out"
+            )
+        body = {"reset_running_requests": request.fields.reset_running_requests}
         try:
-            await context.calls.run("flush_cache", {}, request.request_id)
+            await context.calls.run("flush_cache", body, request.request_id)
         except Conflict as error:
             codes = {row["error"]["code"] for row in error.facts.get("workers") or () if row.get("error")}
             if codes != {Conflict.code}:

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 from rl_plane.protocol.worker_ops import OPS
-from worker.ops.dispatcher import MAX_TOKENIZING, TOKENIZING_AT_ONCE, Dispatcher
+from worker.ops.dispatcher import MAX_TOKENIZING, TOKENIZING_AT_ONCE, Dispatcher, _too_long
 from worker.reconcile.worker_state import WorkerState
 
 BOUND_S = 5.0
@@ -93,20 +93,26 @@ async def test_an_op_that_waits_to_tokenize_ends_with_its_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "body", "code", "field"),
+    ("op", "body", "field", "fix"),
     [
-        ("tokenize", {"prompt": "a"}, "payload_too_large", "prompt"),
-        ("detokenize", {"tokens": [1]}, "payload_too_large", "tokens"),
+        ("tokenize", {"prompt": "a"}, "prompt", "send it in parts"),
+        ("detokenize", {"tokens": [1]}, "tokens", "send it in parts"),
     ],
 )
 async def test_the_error_of_a_reply_that_is_too_long_names_the_field(
-    op: str, body: dict[str, Any], code: str, field: str
+    op: str, body: dict[str, Any], field: str, fix: str
 ) -> None:
     asked = Asked({"long": "x" * MAX_MESSAGE_BYTES})
     asked.go.set()
     await asked.ask(op, **body)
     error = (await asked.answer())["error"]
-    assert (error["code"], error["field"], error["fix"]) == (code, field, "send it in parts")
+    assert (error["code"], error["field"], error["fix"]) == ("payload_too_large", field, fix)
+
+
+def test_a_checksum_that_is_too_long_says_how_to_ask_for_less() -> None:
+    error = _too_long("check_weights", "the reply is too long")
+    assert (error.code, error.facts["field"]) == ("payload_too_large", "per_tensor")
+    assert "skip_tensor_list" in error.facts["fix"]
 
 
 async def test_the_reply_of_a_failure_has_the_ranks() -> None:

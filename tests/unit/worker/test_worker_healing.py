@@ -20,7 +20,14 @@ from worker.reconcile.instructions import (
     Unload,
     Wait,
 )
-from worker.reconcile.worker_core import COMMIT_GRACE_S, GATE_S, HEAL_RETRY_S, MAX_HEAL_RETRY_S, WorkerCore
+from worker.reconcile.worker_core import (
+    CHECK_S,
+    COMMIT_GRACE_S,
+    GATE_S,
+    HEAL_RETRY_S,
+    MAX_HEAL_RETRY_S,
+    WorkerCore,
+)
 
 RUN, MODEL = "run-1", "d0"
 from tests.support.worker_core_runs import (  # noqa: E402
@@ -38,6 +45,73 @@ from tests.support.worker_core_runs import (  # noqa: E402
     stage,
     version,
 )
+
+# ---- checks ----
+
+
+def reset(core: WorkerCore, now: float) -> bool:
+    waits = core.weights_reset(now)
+    core.state.lose_weights("reset")
+    return waits
+
+
+def test_a_reset_worker_without_a_snapshot_heals_at_once() -> None:
+    core = serving(R0, R1)
+    assert not reset(core, 5.0)
+    assert isinstance(core.next(5.0), Fetch)
+
+
+@pytest.mark.parametrize("ends", ["time", "compare", "enable", "another version"])
+def test_healing_waits_while_a_check_is_open(ends: str) -> None:
+    core = serving(R0, R1)
+    core.snapshot_taken()
+    assert core.next(5.0) == Wait(), "a snapshot alone changes nothing"
+    assert reset(core, 5.0)
+    assert core.next(5.0) == Wait(5.0 + CHECK_S)
+    now = 6.0
+    match ends:
+        case "time":
+            assert core.next(5.0 + CHECK_S - 0.1) == Wait(5.0 + CHECK_S)
+            now = 5.0 + CHECK_S
+        case "compare":
+            core.check_ended()
+        case "enable":
+            core.enabled()
+        case _:
+            core.learnt(R2, 3, now)
+    assert isinstance(core.next(now), Fetch)
+    hold(core, now)
+    core.state.lose_weights("released")
+    assert isinstance(core.next(now), Fetch), "the next loss is no check"
+
+
+def test_an_update_ends_the_wait_of_a_check_and_a_healing_does_not() -> None:
+    core = serving(R0, R1)
+    core.snapshot_taken()
+    reset(core, 5.0)
+    core.is_staged(StagedVersion("heal-1", None, R1.version.digest, None))
+    assert core.next(5.0) == Drop("heal-1"), "it was fetched before the reset"
+    core.is_staged(None)
+    assert core.next(5.0) == Wait(5.0 + CHECK_S)
+    again = after(R1, digest=R1.version.digest)
+    stage(core, again)
+    assert core.next(5.0) == Wait(5.0 + CHECK_S), "it is not decided"
+    core.learnt(again, 3, 6.0)
+    swap = core.commit_step(again)
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    core.swapped(swap, 6.0)
+    core.learnt(again.opened(), 4, 6.0)
+    assert reasons(core) == {}
+
+
+def test_an_adapters_update_does_not_end_the_wait_of_a_check() -> None:
+    core = serving(R0, R1)
+    core.snapshot_taken()
+    reset(core, 5.0)
+    core.learnt(after(R1, load="a"), 3, 6.0)
+    assert core.next(6.0) == Wait(5.0 + CHECK_S)
+
 
 # ---- healing ----
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from xxhash import xxh3_64
 
 from rl_plane.errors import InvalidRequest
+from worker.engines.capabilities import WHOLE, CheckScope
 
 NOISE_STD = 0.5
 """Standard deviation of the noise that `reset` writes: far from trained and from freshly made weights."""
@@ -24,26 +26,31 @@ class TensorChecks:
         self._lock = lock
         self._snapshot: dict[str, torch.Tensor] | None = None
 
-    def row(self, action: str) -> dict[str, Any]:
+    def row(self, action: str, scope: CheckScope = WHOLE) -> dict[str, Any]:
         """The row of a `check_weights` reply for this rank."""
         if action == "checksum":
-            return {"checksum": self.checksum()}
+            return self.checksum(scope)
         if action == "snapshot":
             self.snapshot()
             return {}
-        mismatches = self.compare()
+        mismatches = [name for name in self.compare() if scope.covers(name)]
         return {"match": not mismatches, "mismatches": mismatches}
 
-    def checksum(self) -> str:
-        """BLAKE3 over the names and bytes of all tensors."""
+    def checksum(self, scope: CheckScope = WHOLE) -> dict[str, Any]:
+        """`checksum`: BLAKE3 over the names and bytes of all tensors. `checksums`: the XXH3 of each one's bytes."""
         from blake3 import blake3
 
-        digest = blake3()
+        digest, each = blake3(), {}
         with self._lock:
             for name, tensor in self._now():
+                if not scope.covers(name):
+                    continue
+                content = _bytes(tensor).numpy()
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-                digest.update(_bytes(tensor).numpy())
-        return f"blake3:{digest.hexdigest()}"
+                digest.update(content)
+                if scope.per_tensor:
+                    each[name] = xxh3_64(content).hexdigest()
+        return {"checksum": f"blake3:{digest.hexdigest()}", **({"checksums": each} if scope.per_tensor else {})}
 
     def snapshot(self) -> None:
         with self._lock:

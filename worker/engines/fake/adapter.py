@@ -27,7 +27,7 @@ from rl_plane.protocol.worker_ops import Tokenize
 from rl_plane.transports.base import WeightTransport
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
 from worker.engines.base import EngineInfo, EngineOptions, PauseMode
-from worker.engines.capabilities import CheckAction, FullEngine
+from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, FullEngine
 from worker.engines.common.request_gate import GatedRequest, RequestGate
 from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.spans import Label, SpanLog
@@ -397,19 +397,20 @@ class FakeEngine(WeightsInProcess, FullEngine):
         check_adapter(name, self.adapters, "name")
         self.adapters[name].version = version
 
-    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
+    async def check_weights(self, action: CheckAction, scope: CheckScope = WHOLE) -> list[dict[str, Any]]:
         held = self._held()
         if "weights" in self._released:
             raise EngineFailed("the weights' memory is released: resume it first")
         if action == "checksum":
-            return [{"rank": 0, "checksum": await asyncio.to_thread(held.checksum)}]
+            return [{"rank": 0, **await asyncio.to_thread(held.checksum, scope)}]
         if action == "snapshot":
             self._snapshot = held  # weights are never changed in place, so a reference is a copy
             return [{"rank": 0}]
         if action == "compare":
             if self._snapshot is None:
                 raise InvalidRequest("there is no snapshot", field="action", fix="take a snapshot first")
-            mismatches = await asyncio.to_thread(held.mismatches, self._snapshot)
+            differ = await asyncio.to_thread(held.mismatches, self._snapshot)
+            mismatches = [name for name in differ if scope.covers(name)]
             return [{"rank": 0, "match": not mismatches, "mismatches": mismatches}]
         self.weights = await asyncio.to_thread(held.noise)
         self.version = None  # noise is no version

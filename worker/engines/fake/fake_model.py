@@ -26,6 +26,7 @@ from rl_plane.protocol.versions import (
 )
 from rl_plane.weights.checkpoint import ADAPTER_NAME, open_checkpoint
 from rl_plane.weights.safetensors_file import write_atomically, write_safetensors
+from worker.engines.capabilities import CheckScope
 from worker.engines.common.lora import lora_spec, parse_lora
 
 FIRST_TOKEN = 3
@@ -192,11 +193,16 @@ class FakeWeights:
         """These weights with some tensors of `other`."""
         return FakeWeights({**self.tensors, **{name: other.tensors[name] for name in names}})
 
-    def checksum(self) -> str:
-        lines = sorted(
-            f"{name} {tensor.spec} {tensor.digest_now(DEFAULT_ALGORITHM)}" for name, tensor in self.tensors.items()
-        )
-        return hex_digest("\n".join(["fake", *lines]).encode(), DEFAULT_ALGORITHM)
+    def checksum(self, scope: CheckScope) -> dict[str, Any]:
+        """`checksum` for all tensors, and `checksums` by tensor, as `scope` says."""
+        each = {
+            name: tensor.digest_now(DEFAULT_ALGORITHM)
+            for name, tensor in sorted(self.tensors.items())
+            if scope.covers(name)
+        }
+        lines = [f"{name} {self.tensors[name].spec} {digest}" for name, digest in each.items()]
+        whole = hex_digest("\n".join(["fake", *lines]).encode(), DEFAULT_ALGORITHM)
+        return {"checksum": whole, **({"checksums": each} if scope.per_tensor else {})}
 
     def mismatches(self, other: FakeWeights) -> list[str]:
         return sorted(

@@ -24,7 +24,7 @@ from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.validation import Body
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseMode
-from worker.engines.capabilities import CanCheckWeights, CanLoadAdapters, CanScore, CheckAction
+from worker.engines.capabilities import WHOLE, CanCheckWeights, CanLoadAdapters, CanScore, CheckAction, CheckScope
 from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.generating import Generating
 from worker.engines.common.pieces import Piece
@@ -265,10 +265,10 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         check_adapter(name, versions, "name")
         versions[name] = version
 
-    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
+    async def check_weights(self, action: CheckAction, scope: CheckScope = WHOLE) -> list[dict[str, Any]]:
         weights = self.holder.weights
         if action != "reset_tensors":
-            return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action)}]
+            return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action, scope)}]
 
         def between_two_steps(loop: GenerationLoop) -> None:
             loop.restart_requests()

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import AsyncGenerator, Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
@@ -19,7 +19,7 @@ from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
-from worker.engines.capabilities import CheckAction, FullEngine
+from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, FullEngine
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.rank_engine import RankEngine
@@ -394,9 +394,9 @@ class SglangEngine(RankEngine[SglangProcess]):
         check_adapter(name, self._adapters, "name")
         self._adapters[name].version = version
 
-    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
+    async def check_weights(self, action: CheckAction, scope: CheckScope = WHOLE) -> list[dict[str, Any]]:
         if action != "reset_tensors":
-            return await self.process.ask(asyncio.to_thread(self.process.ranks.check, action))
+            return await self.process.ask(asyncio.to_thread(self.process.ranks.check, action, asdict(scope)))
         async with self._stopped():
             await self._freeze("retract")
             key = self._next_key()

@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
+from worker.engines.capabilities import CheckScope
 from worker.engines.sglang.holder import SglangHolder, SglangStagedAdapter
 from worker.engines.sglang.scorer import score_between_steps
 from worker.receive.rank_agents.agent_server import AgentServer
@@ -52,7 +53,7 @@ class Rank:
         return self._outcome
 
     def _check(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
-        return self._holder.checks.row(body["action"])
+        return self._holder.checks.row(body["action"], CheckScope(**body["scope"]))
 
     # between two steps
 

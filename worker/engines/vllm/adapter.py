@@ -12,14 +12,14 @@ import contextlib
 import itertools
 import shutil
 from collections.abc import AsyncGenerator, Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
-from worker.engines.capabilities import CheckAction, FullEngine
+from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, FullEngine
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.rank_engine import RankEngine
@@ -377,13 +377,13 @@ class VllmEngine(RankEngine[VllmProcess]):
         check_adapter(name, self._loras, "name")
         self._state.adapters[name] = version
 
-    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
+    async def check_weights(self, action: CheckAction, scope: CheckScope = WHOLE) -> list[dict[str, Any]]:
         if action == "reset_tensors":
             return await self._reset()
         if self.info.device != "cpu":
-            return await asyncio.to_thread(self.process.ranks.check, action)
+            return await asyncio.to_thread(self.process.ranks.check, action, asdict(scope))
         # On a CPU a check runs the packed layers, which running steps use too.
-        return await self.process.on_ranks("rl_plane_check", action)
+        return await self.process.on_ranks("rl_plane_check", action, asdict(scope))
 
     async def _reset(self) -> list[dict[str, Any]]:
         """Freezes the engine meanwhile: the adapters are dropped with the weights, and a step without one would read
@@ -391,7 +391,7 @@ class VllmEngine(RankEngine[VllmProcess]):
         async with self._stopped():
             await self._freeze()
             await self._forget_base()
-            rows = await self.process.on_ranks("rl_plane_check", "reset_tensors")
+            rows = await self.process.on_ranks("rl_plane_check", "reset_tensors", asdict(WHOLE))
             await self._add_loras()
         return rows
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import EngineFailed, PlaneError
+from worker.engines.capabilities import CheckScope
 from worker.engines.vllm.dtypes import dtypes_of_load
 from worker.engines.vllm.here import Here
 from worker.engines.vllm.holder import VllmHolder
@@ -70,22 +71,22 @@ class RankExtension:
 
         return _outcome(remove)
 
-    def rl_plane_check(self, action: str) -> dict[str, Any]:
-        return _outcome(lambda: _check(self.rl_plane_holder, action))
+    def rl_plane_check(self, action: str, scope: dict[str, Any]) -> dict[str, Any]:
+        return _outcome(lambda: _check(self.rl_plane_holder, action, scope))
 
 
 def _methods(holder: VllmHolder) -> dict[str, Method]:
     return {
         "take_adapter": lambda body, cancelled: {"path": holder.files_of_adapter(body["staging"])},
-        "check": lambda body, cancelled: _check(holder, body["action"]),
+        "check": lambda body, cancelled: _check(holder, body["action"], body["scope"]),
     }
 
 
-def _check(holder: VllmHolder, action: str) -> dict[str, Any]:
+def _check(holder: VllmHolder, action: str, scope: Mapping[str, Any]) -> dict[str, Any]:
     if action == "reset_tensors":
         holder.reset()
         return {}
-    return holder.checks.row(action)
+    return holder.checks.row(action, CheckScope(**scope))
 
 
 def _outcome(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:

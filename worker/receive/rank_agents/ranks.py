@@ -72,8 +72,9 @@ class Ranks:
         with contextlib.suppress(PlaneError):
             self.discard(staging)
 
-    def check(self, action: str) -> list[dict[str, Any]]:
-        return self.rows("check", {"action": action}, timeout_s=CHECK_TIMEOUT_S)
+    def check(self, action: str, scope: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """`scope`: the fields of a `CheckScope`."""
+        return self.rows("check", {"action": action, "scope": scope}, timeout_s=CHECK_TIMEOUT_S)
 
     def rows(self, op: str, body: Mapping[str, Any] | None = None, **how: Any) -> list[dict[str, Any]]:
         """Returns one row for each rank, with its answer."""
