@@ -253,6 +253,7 @@ def _plan(
         "cache_salt": body.cache_salt,
         "logprobs": logprobs or tokens_out,
         "top_logprobs": top,
+        "token_texts": logprobs and not body.return_tokens_as_token_ids,
         "prompt_logprobs": body.prompt_logprobs is not None
         or bool(body.return_prompt_logprobs or nvext.return_prompt_logprobs),
         "routed_experts": bool(body.return_routed_experts or nvext.return_routed_experts),

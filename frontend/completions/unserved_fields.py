@@ -95,7 +95,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "add_generation_prompt": (True,),
     "include_reasoning": (True,),
-    "return_tokens_as_token_ids": (True,),  # replies here are always written so
     "output_kind": (0, 1, 2),  # `stream` decides
     "spaces_between_special_tokens": BOTH,  # the served tokenizers have no such spaces
     "separate_reasoning": BOTH,  # a model's reasoning always stands in the text

@@ -53,6 +53,7 @@ from tests.support.mixed_fleet import (
 from tests.support.nixl_trainers import trainer
 from tests.support.reference import logprobs_of, prompt_logprobs
 from tests.support.streaming_client import Streaming
+from worker.engines.common.tokenizing import load_tokenizer
 from worker.receive.staging import adapter_digest
 from worker.testing.tiny_adapter import make_tiny_adapter
 from worker.testing.tiny_model import VOCAB_SIZE, witness_next_token
@@ -388,13 +389,14 @@ async def test_openais_client_finds_the_same_with_each(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     base, name = seed_of(await settled(client, mixed)), mixed.first.name
+    tokenizer = await asyncio.to_thread(load_tokenizer, mixed.first)
     async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as caller:
         await openai_calls.models_and_errors(caller, name)
         for engine, instance_id in mixed.ids.items():
             nvext = {"instance_id": instance_id}
             for made in await openai_calls.completions(caller, name, nvext):
                 assert made == witnessed(base, len(made)), engine
-            await openai_calls.chats(caller, name, nvext)
+            await openai_calls.chats(caller, name, nvext, lambda token: tokenizer.decode([token]))
             await openai_calls.stops_and_batches(caller, name, nvext)
 
 

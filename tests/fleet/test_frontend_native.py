@@ -141,7 +141,7 @@ async def test_the_likeliest_tokens_on_every_route(plane: Plane, http: httpx.Asy
         [((token + place) % 512, pytest.approx(value - place)) for place in range(3)]
         for token, value in zip(tokens, made, strict=True)
     ]
-    ids = {"prompt_token_ids": PROMPT, "max_tokens": 4}
+    ids = {"prompt_token_ids": PROMPT, "max_tokens": 4, "return_tokens_as_token_ids": True}
     calls: list[tuple[str, dict[str, Any], Any]] = [
         ("/v1/completions", {**ids, "logprobs": 3}, _completions_tops),
         ("/v1/chat/completions", {**ids, "logprobs": True, "top_logprobs": 3}, _chat_tops),
@@ -156,6 +156,32 @@ async def test_the_likeliest_tokens_on_every_route(plane: Plane, http: httpx.Asy
     rows = [[(token, value) for value, token, _ in top] for top in reply["meta_info"]["output_top_logprobs"]]
     assert rows == tops
     assert (await streamed(http, SGLANG, **asked, top_logprobs_num=3))[-1] == {"index": 0, **reply}
+
+
+async def test_tokens_beside_logprobs_are_texts(plane: Plane, http: httpx.AsyncClient) -> None:
+    """OpenAI's clients name no form of tokens."""
+    plane.spawn()
+    digest = (await update(plane, 1))["digest"]
+    tokens = tokens_under(digest, 0, 4)
+    names = [f" t{token}" for token in tokens]
+    likeliest = [{f" t{(token + place) % 512}" for place in range(3)} for token in tokens]
+    asked = {"prompt_token_ids": PROMPT, "max_tokens": 4}
+    path, body = "/v1/completions", {**asked, "logprobs": 3}
+    for parts in (
+        (await post(http, path, **body))["choices"],
+        [event["choices"][0] for event in await streamed(http, path, **body)],
+    ):
+        assert [name for part in parts for name in part["logprobs"]["tokens"]] == names
+        assert [set(row) for part in parts for row in part["logprobs"]["top_logprobs"]] == likeliest
+    path, body = "/v1/chat/completions", {**asked, "logprobs": True, "top_logprobs": 3}
+    for parts in (
+        (await post(http, path, **body))["choices"],
+        [event["choices"][0] for event in await streamed(http, path, **body)],
+    ):
+        rows = [row for part in parts for row in part["logprobs"]["content"]]
+        assert [row["token"] for row in rows] == names
+        assert [bytes(row["bytes"]).decode() for row in rows] == names
+        assert [{one["token"] for one in row["top_logprobs"]} for row in rows] == likeliest
 
 
 def _id(name: str) -> int:
