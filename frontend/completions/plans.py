@@ -60,6 +60,10 @@ class Plan:
     """A GenerateRequest's field → the caller's name for it, where that is another."""
     batch: int | None = None
     """The number of prompts. None: one prompt that did not come in a list."""
+    scores_only: bool = False
+    """The caller asked for no tokens. The engine makes one beside the scores of the prompt, and the reply drops it."""
+    scored_from: int = 0
+    """The first token of the prompt whose logprob the caller asked for."""
     any_length: bool = False
     """The caller did not choose `max_tokens`, so fewer tokens will do where there is no room for so many."""
 

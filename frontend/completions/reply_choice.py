@@ -112,5 +112,21 @@ class Choice(ChoiceTokens):
         }
 
 
+def scores_alone(delta: GenerateDelta) -> GenerateDelta:
+    """The delta without its tokens. An empty span says which weights have scored the prompt."""
+    return delta.model_copy(
+        update={
+            "token_ids": [],
+            "logprobs": None if delta.logprobs is None else [],
+            "top_logprobs": None if delta.top_logprobs is None else [],
+            "token_texts": None,
+            "text": "",
+            "finish_reason": "length" if delta.finish_reason == "stop" else delta.finish_reason,
+            "stop_string": None,
+            "spans": [span.model_copy(update={"end": 0}) for span in delta.spans[:1]],
+        }
+    )
+
+
 def spans_of(spans: list[VersionSpan]) -> list[dict[str, Any]]:
     return [span.model_dump(exclude=None if span.adapter is not None else {"adapter"}) for span in spans]

@@ -62,6 +62,8 @@ __all__ = ["client", "http", "mixed", "trainer", "trainer_of"]
 
 pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.alone, pytest.mark.timeout(600)]
 
+SCORINGS = 20
+"""Batches of six prompts, more than enough for three equally loaded engines."""
 LONG_PROMPT = 700
 """More than one step of `hf` prefills."""
 LONG = 400
@@ -374,8 +376,31 @@ async def test_prompt_logprobs_are_the_references(mixed: Mixed, client: RlClient
                 assert max(off) < LOGPROB, (engine, name, off)
             alone = await ask(http, **{**body, "prompt_token_ids": prompt[:1]}, prompt_logprobs=0)
             assert alone["choices"][0]["prompt_logprobs"] == [None], engine
+    await _scored_by_all(mixed, http, prompt, truth[None])
     await client.run("unload_lora_adapter", {"lora_name": "scored"})
     await mixed.witnessed(client)
+
+
+async def _scored_by_all(mixed: Mixed, http: httpx.AsyncClient, prompt: list[int], truth: list[float]) -> None:
+    """Sends miles' and slime's batched scoring until each engine has scored the prompt."""
+    start, left = 600, set(mixed.ids.values())
+    body = {
+        "input_ids": [prompt] * 6,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0, "skip_special_tokens": False},
+        "return_logprob": True,
+        "logprob_start_len": start,
+    }
+    for _ in range(SCORINGS):
+        response = await http.post("/generate", json=body)
+        for output in response.raise_for_status().json():
+            (empty, _, _), *rows = output["meta_info"]["input_token_logprobs"]
+            assert (empty, output["output_ids"]) == (None, [])
+            assert [token for _, token, _ in rows] == prompt[start + 1 :]
+            assert [value for value, *_ in rows] == pytest.approx(truth[start:], abs=LOGPROB)
+            left.discard(output["meta_info"]["instance_id"])
+        if not left:
+            return
+    raise AssertionError(f"these have scored nothing: {left}")
 
 
 async def test_weights_that_are_no_numbers_make_no_tokens(
