@@ -51,6 +51,10 @@ MAX_PROMPT_BESIDE = 1 << 14
 """Tokens of a prompt in a message that has other tokens too: a twelfth of what it carries."""
 MAX_TOP_ROWS = 1 << 15
 """Top logprobs in one message, 15 bytes each: half of what it carries."""
+MAX_TOKEN_TEXTS = 1 << 16
+"""Bytes of the texts of single tokens in one message: a fifteenth of what it carries."""
+TEXT_KEY = 16
+"""Bytes of a token's id and of both lengths beside its text."""
 MAX_ROUTED_ALONE = 1 << 19
 """Bytes of routed experts in a message that has nothing else: half of what it carries."""
 MAX_ROUTED_BESIDE = 1 << 14
@@ -276,6 +280,15 @@ def _in_parts(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
     yield from _of_few_tokens(delta, made)
 
 
+def _texts_in(delta: GenerateDelta, start: int, end: int) -> dict[str, str] | None:
+    """The texts that these tokens of the delta need."""
+    if delta.token_texts is None:
+        return None
+    tops = (delta.top_logprobs or [])[start:end]
+    ids = {*delta.token_ids[start:end], *(token for row in tops for token, _ in row)}
+    return {str(token): delta.token_texts[str(token)] for token in ids}
+
+
 def _of_few_tokens(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
     count, tops, text = len(delta.token_ids), delta.top_logprobs or [], delta.text
     size = MAX_TOKENS
@@ -283,6 +296,9 @@ def _of_few_tokens(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
         size = min(size, MAX_TOP_ROWS // max(1, len(tops[0])))
     if len(text) > MAX_TEXT:
         size = min(size, max(1, count * MAX_TEXT // len(text)))
+    if delta.token_texts:
+        longest = TEXT_KEY + max(len(one.encode("utf-8", "replace")) for one in delta.token_texts.values())
+        size = min(size, max(1, MAX_TOKEN_TEXTS // (longest * (1 + len(tops[0] if tops else ())))))
     if count <= size:
         yield delta
         return
@@ -292,6 +308,7 @@ def _of_few_tokens(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
             "token_ids": delta.token_ids[start:end],
             "logprobs": delta.logprobs and delta.logprobs[start:end],
             "top_logprobs": delta.top_logprobs and tops[start:end],
+            "token_texts": _texts_in(delta, start, end),
             "text": text[len(text) * start // count : len(text) * end // count],
             "spans": [
                 span.model_copy(update={"end": min(span.end, made + end)})

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from frontend.completions.completion_span import begin_call, end_call
 from frontend.completions.openai_replies import openai_error
 from frontend.completions.plans import Plan
-from frontend.completions.reply_choice import Choice
+from frontend.completions.reply_choice import Choice, scores_alone
 from frontend.completions.service import Generation
 from frontend.records.rollout_record import RolloutRecord
 from frontend.routing.demands import at_delivery, oldest_lag, point_of
@@ -151,7 +151,7 @@ class GenerationCall:
 
     def _choice_events(self, index: int) -> AsyncGenerator[Event, None]:
         plan = self._plan
-        return self._service.engines.generate(
+        events = self._service.engines.generate(
             plan.requests[index],
             plan.instance_id,
             plan.demands,
@@ -160,6 +160,7 @@ class GenerationCall:
             self._gather_s,
             self._span,
         )
+        return _without_tokens(events) if plan.scores_only else events
 
     async def _merged_events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """The events of several choices, each of which has a task of its own. A single choice needs neither the task
@@ -323,3 +324,10 @@ class GenerationCall:
         error.facts["partial"] = first.partial()
         if len(choices) > 1:
             error.facts["partials"] = [choice.partial() for choice in choices]
+
+
+async def _without_tokens(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+    """The events of a request that only scores its prompt."""
+    async with aclosing(events):
+        async for event in events:
+            yield scores_alone(event) if isinstance(event, GenerateDelta) else event

@@ -18,7 +18,7 @@ from frontend.completions.openai_bodies import (
     TokenIds,
 )
 from frontend.completions.plans import DEFAULT_CHAT_TOKENS, ROUTED, Plan, read_prompts, requests_of, top_of
-from frontend.completions.unserved_fields import unsupported, without_unserved
+from frontend.completions.unserved_fields import IGNORED, UNSERVED, unsupported, without_unserved
 from frontend.routing.demands import DemandFields, demands_of
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import (
@@ -81,7 +81,7 @@ VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fi
 
 
 def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
-    parsed = parse_body(VllmGenerateBody, without_unserved(body, VllmGenerateBody))
+    parsed = parse_body(VllmGenerateBody, without_unserved(_without_unknown_sampling(body), VllmGenerateBody))
     assert isinstance(parsed, VllmGenerateBody)
     sampling = parsed.sampling_params
     if sampling.logprobs == -1:
@@ -120,14 +120,27 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
     )
 
 
+def _without_unknown_sampling(body: dict[str, Any]) -> dict[str, Any]:
+    """Drops the sampling parameters that nobody knows, as vLLM's server does."""
+    sampling = body.get("sampling_params")
+    if not isinstance(sampling, dict):
+        return body
+    known = {
+        name: value
+        for name, value in sampling.items()
+        if name in VllmSampling.model_fields or name in UNSERVED or name in IGNORED
+    }
+    return {**body, "sampling_params": known}
+
+
 # ---- SGLang's ----
 
 
 class SglangSampling(BaseModel):
     model_config = STRICT
 
-    max_new_tokens: int | None = Field(None, ge=1)
-    """Default 128, or as many as there is room for."""
+    max_new_tokens: int | None = Field(None, ge=0)
+    """Default 128, or as many as there is room for. 0: the reply has no tokens, only the scores of the prompt."""
     min_new_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0.0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
@@ -169,7 +182,8 @@ class SglangGenerateBody(DemandFields):
     top_logprobs_num: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """With `return_logprob`: also the logprobs of this many of the likeliest tokens, for the generated ones."""
     logprob_start_len: int | None = Field(None, ge=-1)
-    """-1: logprobs of the generated tokens. 0: of the prompt's tokens too."""
+    """-1: logprobs of the generated tokens. N: also of the prompt's tokens from number N. The first of these is null,
+    as in SGLang."""
     return_prompt_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     """Return the experts of the prompt and of the generated tokens in `meta_info`."""
@@ -208,8 +222,16 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         raise InvalidRequest(
             "one of text and input_ids is the prompt", field="input_ids", fix="send one of the two"
         )
-    if parsed.logprob_start_len not in (None, -1, 0):
-        raise unsupported("logprob_start_len", "send 0 for the whole prompt, or -1 for none of it")
+    start = -1 if parsed.logprob_start_len is None else parsed.logprob_start_len
+    shortest = min(
+        (len(one["prompt_token_ids"]) for one in prompts.each if "prompt_token_ids" in one), default=start
+    )
+    if start > shortest:
+        raise InvalidRequest(
+            f"logprob_start_len is {start}, and a prompt has {shortest} tokens",
+            field="logprob_start_len",
+            fix="send at most the length of the shortest prompt",
+        )
     if parsed.top_logprobs_num and not parsed.return_logprob:
         raise InvalidRequest(
             "top_logprobs_num without return_logprob",
@@ -225,11 +247,11 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
     )
     own = {
         "id": request_id,
-        "max_tokens": given.max_new_tokens or SGLANG_TOKENS,
+        "max_tokens": SGLANG_TOKENS if given.max_new_tokens is None else max(1, given.max_new_tokens),
         "cache_salt": parsed.cache_salt,
         "logprobs": bool(parsed.return_logprob),
         "top_logprobs": parsed.top_logprobs_num or 0,
-        "prompt_logprobs": bool(parsed.return_logprob) and parsed.logprob_start_len == 0,
+        "prompt_logprobs": bool(parsed.return_logprob) and start >= 0,
         "routed_experts": bool(parsed.return_routed_experts),
     }
     return Plan(
@@ -251,5 +273,7 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         demands=demands_of(parsed),
         fields=SGLANG_FIELDS,
         batch=len(prompts.each) if prompts.batch else None,
+        scores_only=given.max_new_tokens == 0,
+        scored_from=max(0, start),
         any_length=given.max_new_tokens is None,
     )

@@ -119,7 +119,10 @@ def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
                 [[value, token, None] for token, value in top] for top in choice.top_logprobs
             ]
         scored = zip(prompt, choice.prompt_logprobs or [], strict=True) if choice.prompt_logprobs else ()
-        meta["input_token_logprobs"] = [[value, token, None] for token, value in scored]
+        inputs: list[list[Any]] = [[value, token, None] for token, value in scored][plan.scored_from :]
+        if inputs:
+            inputs[0][0] = None  # SGLang scores each token but the first one that was asked for
+        meta["input_token_logprobs"] = inputs
     if plan.routed_experts and choice.finish_reason is not None:
         meta["routed_experts"] = as_int32(choice.routed_experts)
     reply = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}

@@ -137,6 +137,8 @@ class GenerationBody(SamplingBody, DemandFields):
     """0 or 1 (or true): return the logprob of each token of the prompt, given the tokens before it."""
     return_prompt_logprobs: bool | None = None
     """Dynamo's name for `prompt_logprobs`. Also in `nvext`."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name the tokens beside logprobs by their ids, `token_id:5`. Default: by their texts."""
     return_routed_experts: bool | None = None
     """Return the experts of each token of the prompt and of a choice. Also in `nvext`."""
     extra_fields: list[str] | None = Field(None, max_length=MAX_EXTRA_FIELDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from frontend.completions.plans import Plan
@@ -38,27 +39,35 @@ def token_name(token_id: int) -> str:
 
 
 def _logprobs(chat: bool, made: Choice | GenerateDelta, offsets: list[int]) -> dict[str, Any]:
-    token_ids, logprobs = made.token_ids, made.logprobs or []
+    token_ids, logprobs, texts = made.token_ids, made.logprobs or [], made.token_texts or {}
     rows = zip(token_ids, logprobs, top_rows(made), strict=True)
     if chat:
         return {
             "content": [
-                {**_named(token, value), "top_logprobs": [_named(*one) for one in top]}
+                {**_named(token, value, texts), "top_logprobs": [_named(*one, texts) for one in top]}
                 for token, value, top in rows
             ]
         }
     # The chosen token is always among them, as in vLLM, whose clients rely on it.
-    tops = [{token_name(one): each for one, each in (*top, (token, value))} for token, value, top in rows]
+    tops = [{_name(one, texts): each for one, each in (*top, (token, value))} for token, value, top in rows]
     return {
-        "tokens": [token_name(token) for token in token_ids],
+        "tokens": [_name(token, texts) for token in token_ids],
         "token_logprobs": logprobs,
         "top_logprobs": tops,
         "text_offset": offsets,
     }
 
 
-def _named(token: int, logprob: float) -> dict[str, Any]:
-    return {"token": token_name(token), "logprob": logprob, "bytes": None}
+def _name(token: int, texts: Mapping[str, str]) -> str:
+    """The token's text. Its id if the caller asked for ids, or if the worker has no tokenizer."""
+    text = texts.get(str(token))
+    return token_name(token) if text is None else text
+
+
+def _named(token: int, logprob: float, texts: Mapping[str, str]) -> dict[str, Any]:
+    text = texts.get(str(token))
+    octets = None if text is None else list(text.encode("utf-8", errors="replace"))
+    return {"token": _name(token, texts), "logprob": logprob, "bytes": octets}
 
 
 def top_rows(made: Choice | GenerateDelta) -> list[list[tuple[int, float]]]:

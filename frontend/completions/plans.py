@@ -60,6 +60,10 @@ class Plan:
     """A GenerateRequest's field → the caller's name for it, where that is another."""
     batch: int | None = None
     """The number of prompts. None: one prompt that did not come in a list."""
+    scores_only: bool = False
+    """The caller asked for no tokens. The engine makes one beside the scores of the prompt, and the reply drops it."""
+    scored_from: int = 0
+    """The first token of the prompt whose logprob the caller asked for."""
     any_length: bool = False
     """The caller did not choose `max_tokens`, so fewer tokens will do where there is no room for so many."""
 
@@ -253,6 +257,7 @@ def _plan(
         "cache_salt": body.cache_salt,
         "logprobs": logprobs or tokens_out,
         "top_logprobs": top,
+        "token_texts": logprobs and not body.return_tokens_as_token_ids,
         "prompt_logprobs": body.prompt_logprobs is not None
         or bool(body.return_prompt_logprobs or nvext.return_prompt_logprobs),
         "routed_experts": bool(body.return_routed_experts or nvext.return_routed_experts),

@@ -27,6 +27,8 @@ class Choice(ChoiceTokens):
     stop: StaleStop | None = None
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    token_texts: dict[str, str] = field(default_factory=dict)
+    """The texts of tokens with logprobs, by their ids. Empty unless they were asked for."""
     text: str = ""
     offsets: list[int] = field(default_factory=list)
     """The place of each token in `text`. Tokens that came together share one."""
@@ -67,6 +69,8 @@ class Choice(ChoiceTokens):
             self.logprobs = (self.logprobs or []) + delta.logprobs
         if delta.top_logprobs is not None:
             self.top_logprobs = (self.top_logprobs or []) + delta.top_logprobs
+        if delta.token_texts is not None:
+            self.token_texts.update(delta.token_texts)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.routed_experts = RoutedExperts.joined([self.routed_experts, delta.routed_experts])
@@ -106,6 +110,22 @@ class Choice(ChoiceTokens):
             "finish_reason": self.finish_reason,
             "weight_versions": spans_of(self.labelled()),
         }
+
+
+def scores_alone(delta: GenerateDelta) -> GenerateDelta:
+    """The delta without its tokens. An empty span says which weights have scored the prompt."""
+    return delta.model_copy(
+        update={
+            "token_ids": [],
+            "logprobs": None if delta.logprobs is None else [],
+            "top_logprobs": None if delta.top_logprobs is None else [],
+            "token_texts": None,
+            "text": "",
+            "finish_reason": "length" if delta.finish_reason == "stop" else delta.finish_reason,
+            "stop_string": None,
+            "spans": [span.model_copy(update={"end": 0}) for span in delta.spans[:1]],
+        }
+    )
 
 
 def spans_of(spans: list[VersionSpan]) -> list[dict[str, Any]]:

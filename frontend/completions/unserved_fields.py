@@ -2,6 +2,7 @@
 
 | the body has | the route answers |
 |---|---|
+| a field of `IGNORED` with a value of its type | as without it |
 | a field of this list, with a value that changes nothing | as without it |
 | a field of this list with another value | 501, naming the field |
 | a field that none of them knows | 400, naming the field |
@@ -17,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rl_plane.errors import Unsupported
+from rl_plane.errors import InvalidRequest, Unsupported
 
 _ONLY_NULL = (
     # structured output
@@ -52,7 +53,7 @@ _ONLY_FALSE = (
     "continuous_usage_stats include_obfuscation",
 )
 _ONLY_EMPTY_OBJECT = (
-    "chat_template_kwargs chat_template_args mm_processor_kwargs media_io_kwargs metadata vllm_xargs extra_args",
+    "chat_template_kwargs chat_template_args mm_processor_kwargs media_io_kwargs vllm_xargs extra_args",
     "custom_params agent_hints",
 )
 _ONLY_EMPTY_LIST = ("tools functions documents logits_processors bad_words content_parts annotations",)
@@ -73,7 +74,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "beam_width": (1,),
     "stream_interval": (1,),
     "top_logprobs": (0,),
-    "priority": (0,),
     "routed_experts_start_len": (0,),
     "routed_experts_prompt_start": (0,),
     "prompt_logprob_start": (0,),
@@ -95,9 +95,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "add_generation_prompt": (True,),
     "include_reasoning": (True,),
-    "return_tokens_as_token_ids": (True,),  # replies here are always written so
     "output_kind": (0, 1, 2),  # `stream` decides
-    "spaces_between_special_tokens": BOTH,  # the served tokenizers have no such spaces
     "separate_reasoning": BOTH,  # a model's reasoning always stands in the text
     "stream_reasoning": BOTH,
     "return_flat_raw_top_logprobs_b64": BOTH,  # the encoding of a field that is refused
@@ -105,6 +103,13 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "no_logs": BOTH,
 }
 """Field → the values, besides null, that change nothing."""
+
+IGNORED: dict[str, type] = {
+    "priority": int,  # engines take requests in the order in which they come, as vLLM does by default
+    "metadata": dict,  # a label for OpenAI's own dashboard
+    "spaces_between_special_tokens": bool,  # the served tokenizers have no such spaces
+}
+"""Field → the type of its value. vLLM's server takes each of these fields, and no value of theirs changes a reply."""
 
 
 def unsupported(field: str, fix: str = "leave it out", what: str = "") -> Unsupported:
@@ -119,6 +124,14 @@ def without_unserved(body: dict[str, Any], served: type[BaseModel], where: str =
         if name in served.model_fields:
             inner = _model_of(served, name) if isinstance(value, dict) else None
             kept[name] = value if inner is None else without_unserved(value, inner, f"{where}{name}.")
+        elif name in IGNORED:
+            if value is not None and type(value) is not IGNORED[name]:
+                kind = IGNORED[name].__name__
+                raise InvalidRequest(
+                    f"{where}{name} is not of the type {kind}",
+                    field=where + name,
+                    fix=f"send {kind}, or leave it out",
+                )
         elif name not in UNSERVED:
             kept[name] = value
         elif value is not None and not any(_same(value, neutral) for neutral in UNSERVED[name]):

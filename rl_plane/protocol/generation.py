@@ -207,6 +207,8 @@ class GenerateRequest(BaseModel):
     had."""
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     """With `logprobs`: return this many of the likeliest tokens too, beside each token."""
+    token_texts: bool = False
+    """With `logprobs`: return the text of each token that has a logprob."""
     prompt_logprobs: bool = False
     """Return the logprobs of the prompt's tokens, each given the tokens before it."""
     routed_experts: bool = False
@@ -307,6 +309,9 @@ class GenerateDelta(BaseModel):
     """One for each of `token_ids`, if the request asks for them."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """For each token the likeliest tokens at its place with their logprobs, the likeliest first, if requested."""
+    token_texts: dict[str, str] | None = None
+    """The text of each token of `token_ids` and `top_logprobs`, by the token's id, if requested. None also from an
+    engine without a tokenizer."""
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_string: str | None = None

@@ -51,6 +51,7 @@ def merged(batch: list[GenerateDelta]) -> GenerateDelta:
         token_ids=[token for delta in batch for token in delta.token_ids],
         logprobs=[value for delta in batch for value in delta.logprobs or []] if with_logprobs else None,
         top_logprobs=[top for delta in batch for top in delta.top_logprobs or []] if with_tops else None,
+        token_texts=_united(delta.token_texts for delta in batch),
         text="".join(delta.text for delta in batch),
         finish_reason=batch[-1].finish_reason,
         stop_string=batch[-1].stop_string,
@@ -59,6 +60,11 @@ def merged(batch: list[GenerateDelta]) -> GenerateDelta:
         prompt_logprobs=_first(delta.prompt_logprobs for delta in batch),
         routed_experts=RoutedExperts.joined(delta.routed_experts for delta in batch),
     )
+
+
+def _united(every: Iterable[dict[str, str] | None]) -> dict[str, str] | None:
+    known = [one for one in every if one is not None]
+    return {token: text for one in known for token, text in one.items()} if known else None
 
 
 def _first(values: Iterable[T | None]) -> T | None:

@@ -55,6 +55,7 @@ from tests.support.nixl_trainers import trainer
 from tests.support.reference import logprobs_of, prompt_logprobs
 from tests.support.streaming_client import Streaming
 from tests.support.update_checks import check_updates
+from worker.engines.common.tokenizing import load_tokenizer
 from worker.receive.staging import adapter_digest
 from worker.testing.tiny_adapter import make_tiny_adapter
 from worker.testing.tiny_model import VOCAB_SIZE, witness_next_token
@@ -63,6 +64,8 @@ __all__ = ["client", "http", "mixed", "trainer", "trainer_of"]
 
 pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.alone, pytest.mark.timeout(600)]
 
+SCORINGS = 20
+"""Batches of six prompts, more than enough for three equally loaded engines."""
 LONG_PROMPT = 700
 """More than one step of `hf` prefills."""
 LONG = 400
@@ -401,8 +404,31 @@ async def test_prompt_logprobs_are_the_references(mixed: Mixed, client: RlClient
                 assert max(off) < LOGPROB, (engine, name, off)
             alone = await ask(http, **{**body, "prompt_token_ids": prompt[:1]}, prompt_logprobs=0)
             assert alone["choices"][0]["prompt_logprobs"] == [None], engine
+    await _scored_by_all(mixed, http, prompt, truth[None])
     await client.run("unload_lora_adapter", {"lora_name": "scored"})
     await mixed.witnessed(client)
+
+
+async def _scored_by_all(mixed: Mixed, http: httpx.AsyncClient, prompt: list[int], truth: list[float]) -> None:
+    """Sends miles' and slime's batched scoring until each engine has scored the prompt."""
+    start, left = 600, set(mixed.ids.values())
+    body = {
+        "input_ids": [prompt] * 6,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0, "skip_special_tokens": False},
+        "return_logprob": True,
+        "logprob_start_len": start,
+    }
+    for _ in range(SCORINGS):
+        response = await http.post("/generate", json=body)
+        for output in response.raise_for_status().json():
+            (empty, _, _), *rows = output["meta_info"]["input_token_logprobs"]
+            assert (empty, output["output_ids"]) == (None, [])
+            assert [token for _, token, _ in rows] == prompt[start + 1 :]
+            assert [value for value, *_ in rows] == pytest.approx(truth[start:], abs=LOGPROB)
+            left.discard(output["meta_info"]["instance_id"])
+        if not left:
+            return
+    raise AssertionError(f"these have scored nothing: {left}")
 
 
 async def test_weights_that_are_no_numbers_make_no_tokens(
@@ -416,13 +442,14 @@ async def test_openais_client_finds_the_same_with_each(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     base, name = seed_of(await settled(client, mixed)), mixed.first.name
+    tokenizer = await asyncio.to_thread(load_tokenizer, mixed.first)
     async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as caller:
         await openai_calls.models_and_errors(caller, name)
         for engine, instance_id in mixed.ids.items():
             nvext = {"instance_id": instance_id}
             for made in await openai_calls.completions(caller, name, nvext):
                 assert made == witnessed(base, len(made)), engine
-            await openai_calls.chats(caller, name, nvext)
+            await openai_calls.chats(caller, name, nvext, lambda token: tokenizer.decode([token]))
             await openai_calls.stops_and_batches(caller, name, nvext)
 
 

@@ -10,7 +10,15 @@ import pytest
 
 from frontend.completions.native_bodies import plan_sglang, plan_vllm
 from frontend.completions.plans import Plan, plan_chat, plan_completion
-from tests.support.frontend_process import PROMPT, error_of, events_of, http, tokens_under, update
+from tests.support.frontend_process import (
+    PROMPT,
+    error_of,
+    events_of,
+    http,
+    state_of,
+    tokens_under,
+    update,
+)
 from worker.engines.fake.adapter import fake_logprob, fake_prompt_logprobs
 
 if TYPE_CHECKING:
@@ -141,7 +149,7 @@ async def test_the_likeliest_tokens_on_every_route(plane: Plane, http: httpx.Asy
         [((token + place) % 512, pytest.approx(value - place)) for place in range(3)]
         for token, value in zip(tokens, made, strict=True)
     ]
-    ids = {"prompt_token_ids": PROMPT, "max_tokens": 4}
+    ids = {"prompt_token_ids": PROMPT, "max_tokens": 4, "return_tokens_as_token_ids": True}
     calls: list[tuple[str, dict[str, Any], Any]] = [
         ("/v1/completions", {**ids, "logprobs": 3}, _completions_tops),
         ("/v1/chat/completions", {**ids, "logprobs": True, "top_logprobs": 3}, _chat_tops),
@@ -156,6 +164,32 @@ async def test_the_likeliest_tokens_on_every_route(plane: Plane, http: httpx.Asy
     rows = [[(token, value) for value, token, _ in top] for top in reply["meta_info"]["output_top_logprobs"]]
     assert rows == tops
     assert (await streamed(http, SGLANG, **asked, top_logprobs_num=3))[-1] == {"index": 0, **reply}
+
+
+async def test_tokens_beside_logprobs_are_texts(plane: Plane, http: httpx.AsyncClient) -> None:
+    """OpenAI's clients name no form of tokens."""
+    plane.spawn()
+    digest = (await update(plane, 1))["digest"]
+    tokens = tokens_under(digest, 0, 4)
+    names = [f" t{token}" for token in tokens]
+    likeliest = [{f" t{(token + place) % 512}" for place in range(3)} for token in tokens]
+    asked = {"prompt_token_ids": PROMPT, "max_tokens": 4}
+    path, body = "/v1/completions", {**asked, "logprobs": 3}
+    for parts in (
+        (await post(http, path, **body))["choices"],
+        [event["choices"][0] for event in await streamed(http, path, **body)],
+    ):
+        assert [name for part in parts for name in part["logprobs"]["tokens"]] == names
+        assert [set(row) for part in parts for row in part["logprobs"]["top_logprobs"]] == likeliest
+    path, body = "/v1/chat/completions", {**asked, "logprobs": True, "top_logprobs": 3}
+    for parts in (
+        (await post(http, path, **body))["choices"],
+        [event["choices"][0] for event in await streamed(http, path, **body)],
+    ):
+        rows = [row for part in parts for row in part["logprobs"]["content"]]
+        assert [row["token"] for row in rows] == names
+        assert [bytes(row["bytes"]).decode() for row in rows] == names
+        assert [{one["token"] for one in row["top_logprobs"]} for row in rows] == likeliest
 
 
 def _id(name: str) -> int:
@@ -176,6 +210,67 @@ def _vllm_tops(parts: list[Any]) -> Any:
     rows = [row for part in parts for row in part["logprobs"]["content"]]
     assert all([one["rank"] for one in row["top_logprobs"]] == [1, 2, 3] for row in rows)
     return [[(one["token_id"], one["logprob"]) for one in row["top_logprobs"]] for row in rows]
+
+
+def scoring(input_ids: Any, start: int) -> dict[str, Any]:
+    """The body with which miles (prefill_logprobs.py) and slime score a prompt, single and batched."""
+    return {
+        "input_ids": input_ids,
+        "sampling_params": {"top_p": 1.0, "max_new_tokens": 0, "temperature": 0, "skip_special_tokens": False},
+        "return_logprob": True,
+        "logprob_start_len": start,
+    }
+
+
+def scored_rows(digest: str, prompt: list[int], start: int) -> list[list[Any]]:
+    """SGLang's `input_token_logprobs`, of which the first value is always null."""
+    rows = zip(fake_prompt_logprobs(digest, prompt), prompt, strict=True)
+    return [[None if place == start else value, token, None] for place, (value, token) in enumerate(rows)][start:]
+
+
+async def test_scoring_prompts_makes_no_tokens(plane: Plane, http: httpx.AsyncClient) -> None:
+    worker = plane.spawn()
+    digest, other = (await update(plane, 1))["digest"], [9, 10, 11, 12]
+    for start in (0, 1, len(PROMPT) - 1, len(PROMPT)):
+        outputs = await post(http, SGLANG, **scoring([PROMPT, other], start))
+        single = await post(http, SGLANG, **scoring(PROMPT, start))
+        for prompt, output in ((PROMPT, outputs[0]), (other, outputs[1]), (PROMPT, single)):
+            meta = output["meta_info"]
+            assert meta["input_token_logprobs"] == scored_rows(digest, prompt, start)
+            assert (output["text"], output["output_ids"], meta["output_token_logprobs"]) == ("", [], [])
+            assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(prompt), 0)
+            assert (meta["finish_reason"], meta["weight_version"]) == ({"type": "length", "length": 0}, "step_1")
+            (span,) = meta["weight_versions"]
+            assert (span["start"], span["end"], span["digest"], meta["instance_id"]) == (
+                0,
+                0,
+                digest,
+                worker.instance_id,
+            )
+    (event,) = await streamed(http, SGLANG, **scoring(PROMPT, 1))
+    assert event["meta_info"]["input_token_logprobs"] == scored_rows(digest, PROMPT, 1)
+    assert (event["output_ids"], event["text"]) == ([], "")
+
+
+async def test_a_worker_that_dies_while_it_scores_is_replaced(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn(instance_id="f" * 16)
+    victim = plane.spawn(token_delay_s=60, instance_id="0" * 16)
+    client = await plane.client()
+    await client.wait_for(2)
+    digest = (await update(plane, 1))["digest"]
+
+    async def it_scores() -> bool:
+        state = await state_of(client, victim.instance_id)
+        return int(state["running"]) + int(state["waiting"]) > 0
+
+    # Of four equal loads one at least goes to the victim.
+    tasks = [asyncio.create_task(post(http, SGLANG, **scoring([PROMPT, PROMPT], 1))) for _ in range(2)]
+    await plane.until(it_scores)
+    victim.kill()
+    for outputs in await asyncio.gather(*tasks):
+        for output in outputs:
+            assert output["meta_info"]["input_token_logprobs"] == scored_rows(digest, PROMPT, 1)
+            assert output["meta_info"]["instance_id"] == "f" * 16
 
 
 async def test_prompts_in_a_list(plane: Plane, http: httpx.AsyncClient) -> None:
@@ -216,7 +311,6 @@ async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
         (SGLANG, {"input_ids": PROMPT, "top_logprobs_num": 2}, 400, "top_logprobs_num"),
         (VLLM, {**ids, "features": {"mm_hashes": {}}}, 501, "features"),
         (VLLM, {**ids, "output_mode": "text"}, 501, "output_mode"),
-        (VLLM, {**ids, "priority": 1}, 501, "priority"),
         (VLLM, {"token_ids": PROMPT}, 400, "sampling_params"),
         (VLLM, {**ids, "token_ids": []}, 400, "token_ids"),
         (VLLM, {**ids, "sampling_params": {"max_tokens": 0}}, 400, "sampling_params.max_tokens"),
@@ -229,7 +323,14 @@ async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
         (SGLANG, {"text": "a", "sampling_params": {"stop_regex": "a"}}, 501, "sampling_params.stop_regex"),
         (SGLANG, {"input_ids": PROMPT, "return_hidden_states": True}, 501, "return_hidden_states"),
         (SGLANG, {"input_ids": PROMPT, "sampling_params": {"regex": "a*"}}, 501, "sampling_params.regex"),
-        (SGLANG, {"input_ids": PROMPT, "logprob_start_len": 2}, 501, "logprob_start_len"),
+        (SGLANG, {"input_ids": PROMPT, "logprob_start_len": len(PROMPT) + 1}, 400, "logprob_start_len"),
+        (SGLANG, {"input_ids": PROMPT, "logprob_start_len": -2}, 400, "logprob_start_len"),
+        (
+            SGLANG,
+            {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": -1}},
+            400,
+            "sampling_params.max_new_tokens",
+        ),
         (SGLANG, {"input_ids": PROMPT, "text": "a"}, 400, "input_ids"),
         (SGLANG, {"sampling_params": {}}, 400, "input_ids"),
         (SGLANG, {"input_ids": PROMPT, "sampling_params": {"top_p": 2}}, 400, "sampling_params.top_p"),
@@ -262,6 +363,49 @@ async def test_what_a_worker_refuses_is_told_by_the_callers_name(plane: Plane, h
     for path, body, field in refused:
         for stream in (False, True):
             assert error_of(await http.post(path, json={**body, "stream": stream}), 400)["field"] == field
+
+
+async def test_fields_that_upstream_takes_and_that_change_nothing(plane: Plane, http: httpx.AsyncClient) -> None:
+    """The bodies are those of prime-rl's renderers (`priority`), OpenAI's client (`metadata`) and slime."""
+    plane.spawn()
+    tokens = tokens_under((await update(plane, 1))["digest"], 0, 2)
+    ids = {"prompt_token_ids": PROMPT, "max_tokens": 2, "return_token_ids": True}
+    vllm = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
+    for more in ({"priority": 1}, {"metadata": {"step": "7"}}, {"spaces_between_special_tokens": False}):
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            (choice,) = (await post(http, path, **ids, **more))["choices"]
+            assert choice["token_ids"] == tokens
+        (choice,) = (await post(http, VLLM, **vllm, **more))["choices"]
+        assert choice["token_ids"] == tokens
+    for sampling in ({"spaces_between_special_tokens": False}, {"unheard_of": 1}, {"unheard_of": None}):
+        asked = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2, **sampling}}
+        (choice,) = (await post(http, VLLM, **asked))["choices"]
+        assert choice["token_ids"] == tokens
+    body: dict[str, Any] = {"max_new_tokens": 2, "spaces_between_special_tokens": False}
+    reply = await post(http, SGLANG, input_ids=PROMPT, sampling_params=body, priority=3)
+    assert reply["output_ids"] == tokens
+    refused: list[tuple[str, dict[str, Any], int, str]] = [
+        ("/v1/completions", {**ids, "priority": "high"}, 400, "priority"),
+        ("/v1/completions", {**ids, "metadata": [1]}, 400, "metadata"),
+        ("/v1/completions", {**ids, "spaces_between_special_tokens": 1}, 400, "spaces_between_special_tokens"),
+        (VLLM, {**vllm, "priority": True}, 400, "priority"),
+        (
+            VLLM,
+            {"token_ids": PROMPT, "sampling_params": {"guided_regex": "a"}},
+            501,
+            "sampling_params.guided_regex",
+        ),
+        (VLLM, {"token_ids": PROMPT, "sampling_params": [1]}, 400, "sampling_params"),
+        (
+            SGLANG,
+            {"input_ids": PROMPT, "sampling_params": {"unheard_of": 1}},
+            400,
+            "sampling_params.unheard_of",
+        ),
+    ]
+    for path, wrong, status, field in refused:
+        error = error_of(await http.post(path, json=wrong), status)
+        assert (error["field"], bool(error["fix"])) == (field, True)
 
 
 def test_a_length_that_the_caller_did_not_choose_is_marked() -> None:

@@ -37,7 +37,7 @@ async def test_with_fake_workers(plane: Plane) -> None:
         await models_and_errors(client, "seed0")
         made = await completions(client, "seed0", {})
         assert made == [tokens_under(digest, 0, len(made[0]))] * 2
-        await chats(client, "seed0", {})
+        await chats(client, "seed0", {}, lambda token: f" t{token}")
         await stops_and_batches(client, "seed0", {})
 
 
@@ -45,6 +45,8 @@ async def test_with_fake_workers(plane: Plane) -> None:
 @pytest.mark.parallel
 async def test_with_an_hf_worker(plane: Plane) -> None:
     pytest.importorskip("transformers")
+    from transformers import AutoTokenizer
+
     from worker.testing.tiny_model import make_witness_model, witness_next_token
 
     model = make_witness_model(plane.tmp / "weights" / "witness", seed=1)
@@ -55,7 +57,8 @@ async def test_with_an_hf_worker(plane: Plane) -> None:
         token = PROMPT[-1]
         expected = [token := witness_next_token(1, token) for _ in made[0]]
         assert made == [expected] * 2
-        await chats(client, "witness", {})
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        await chats(client, "witness", {}, lambda token: tokenizer.decode([token]))
         await stops_and_batches(client, "witness", {})
 
 

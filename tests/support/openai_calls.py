@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -50,6 +51,7 @@ async def completions(client: openai.AsyncOpenAI, model: str, nvext: dict[str, A
         "extra_body": {
             "prompt_token_ids": PROMPT,
             "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
             "prompt_logprobs": 0,
             "ignore_eos": True,
             "nvext": nvext,
@@ -93,7 +95,10 @@ async def completions(client: openai.AsyncOpenAI, model: str, nvext: dict[str, A
     return [ids_of(choice) for choice in whole.choices]
 
 
-async def chats(client: openai.AsyncOpenAI, model: str, nvext: dict[str, Any]) -> None:
+async def chats(
+    client: openai.AsyncOpenAI, model: str, nvext: dict[str, Any], text_of: Callable[[int], str]
+) -> None:
+    """`text_of`: the text of a token, as the model's own tokenizer decodes it."""
     asked: dict[str, Any] = {
         "model": model,
         "messages": MESSAGES,
@@ -108,7 +113,10 @@ async def chats(client: openai.AsyncOpenAI, model: str, nvext: dict[str, Any]) -
     assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
-    assert [row.token for row in choice.logprobs.content] == [f"token_id:{one}" for one in ids_of(choice)]
+    assert [row.token for row in choice.logprobs.content] == [text_of(one) for one in ids_of(choice)]
+    assert [bytes(row.bytes or ()).decode() for row in choice.logprobs.content] == [
+        row.token for row in choice.logprobs.content
+    ]
     assert whole.model_extra is not None
     prompt = whole.model_extra["prompt_token_ids"]
     ids, text, logprobs = [], "", []

@@ -7,7 +7,14 @@ import pytest
 
 from rl_plane.protocol.generation import GenerateDelta, VersionSpan
 from rl_plane.protocol.token_batching import merged
-from worker.generation_service import MAX_PROMPT_BESIDE, MAX_TEXT, MAX_TOKENS, MAX_TOP_ROWS, _in_parts
+from worker.generation_service import (
+    MAX_PROMPT_BESIDE,
+    MAX_TEXT,
+    MAX_TOKEN_TEXTS,
+    MAX_TOKENS,
+    MAX_TOP_ROWS,
+    _in_parts,
+)
 
 
 def span(start: int, end: int) -> VersionSpan:
@@ -37,6 +44,28 @@ def test_top_logprobs_of_many_tokens_go_in_several_messages(count: int) -> None:
         assert [(one.start, one.end) for one in part.spans] == [(0, 40), (40, told)]
     assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
     assert [part.prompt_token_ids for part in parts] == [[1]] + [None] * (len(parts) - 1)
+    assert merged(parts).model_copy(update={"spans": whole.spans}) == whole
+
+
+@pytest.mark.parametrize("text", ["a", " " * 128])
+def test_the_texts_of_single_tokens_go_beside_their_tokens(text: str) -> None:
+    count = 5000
+    whole = GenerateDelta(
+        token_ids=list(range(count)),
+        logprobs=[-1.0] * count,
+        top_logprobs=[[(one, -1.0), (count + one, -2.0)] for one in range(count)],
+        token_texts={str(one): text + str(one) for one in range(2 * count)},
+        finish_reason="length",
+        spans=[span(0, count)],
+    )
+    parts = list(_in_parts(whole, 0))
+    assert len(parts) > 1
+    for part in parts:
+        assert part.token_texts is not None
+        assert len(msgpack.packb(part.token_texts)) <= MAX_TOKEN_TEXTS
+        assert part.top_logprobs is not None
+        needed = {*part.token_ids, *(token for row in part.top_logprobs for token, _ in row)}
+        assert set(part.token_texts) == {str(one) for one in needed}
     assert merged(parts).model_copy(update={"spans": whole.spans}) == whole
 
 

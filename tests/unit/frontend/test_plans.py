@@ -57,6 +57,7 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "skip_special_tokens": True,
         "logprobs": False,
         "top_logprobs": 0,
+        "token_texts": False,
         "prompt_logprobs": False,
         "routed_experts": False,
         "continued": 0,
@@ -440,3 +441,18 @@ def test_stream_options_that_are_not_served_are_refused_by_name_unless_they_say_
             plan({"include_usage": True, field: True})
         assert caught.value.facts["field"] == f"stream_options.{field}"
     assert not plan({"include_usage": None}).include_usage
+
+
+@pytest.mark.parametrize(
+    ("more", "asked"),
+    [
+        ({}, True),
+        ({"return_tokens_as_token_ids": None}, True),
+        ({"return_tokens_as_token_ids": False}, True),
+        ({"return_tokens_as_token_ids": True}, False),
+    ],
+)
+def test_tokens_beside_logprobs_are_texts_unless_ids_are_asked_for(more: dict[str, Any], asked: bool) -> None:
+    assert completion(logprobs=1, **more).requests[0].token_texts == asked
+    assert chat(logprobs=True, **more).requests[0].token_texts == asked
+    assert not completion(return_token_ids=True, **more).requests[0].token_texts

@@ -74,6 +74,28 @@ def test_a_whole_chat_without_extras() -> None:
     assert row == {"token": "token_id:1", "logprob": -0.5, "bytes": None, "top_logprobs": []}
 
 
+def test_tokens_beside_logprobs_have_their_texts() -> None:
+    choice, tops = Choice(0), [[(1, -0.5), (2, -1.0)], [(2, -0.25), (4, -9.0)]]
+    texts = {"1": " a", "2": "é", "4": "\ufffd"}
+    choice.take(
+        GenerateDelta(
+            token_ids=[1, 3], logprobs=[-0.5, -2.0], top_logprobs=tops, token_texts=texts, spans=[_span(1, 0, 2)]
+        )
+    )
+    told = whole(completion(logprobs=2), [choice], "m", 5)["choices"][0]["logprobs"]
+    assert told["tokens"] == [" a", "token_id:3"], "a token without a text has its id"
+    assert told["top_logprobs"] == [
+        {" a": -0.5, "é": -1.0},
+        {"é": -0.25, "\ufffd": -9.0, "token_id:3": -2.0},
+    ]
+    first, second = whole(chat(logprobs=True, top_logprobs=2), [choice], "m", 5)["choices"][0]["logprobs"][
+        "content"
+    ]
+    assert (first["token"], first["bytes"]) == (" a", [32, 97])
+    assert first["top_logprobs"][1] == {"token": "é", "logprob": -1.0, "bytes": [0xC3, 0xA9]}
+    assert (second["token"], second["bytes"]) == ("token_id:3", None)
+
+
 def test_several_versions_are_never_told_as_one() -> None:
     choice = _choice()
     choice.spans = [_span(1, 0, 1), _span(2, 1, 3)]

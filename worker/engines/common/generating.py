@@ -15,7 +15,7 @@ from worker.engines.common.pieces import Piece
 from worker.engines.common.spans import SpanLog
 from worker.engines.common.stop_strings import ReplyText
 from worker.engines.common.token_checks import check_tokens, refuse_lacking
-from worker.engines.common.tokenizing import Tokenizing, eos_tokens, load_tokenizer, prompt_tokens
+from worker.engines.common.tokenizing import Tokenizing, TokenTexts, eos_tokens, load_tokenizer, prompt_tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +37,7 @@ class Generating(EngineAdapter, Tokenizing):
         self._options = options
         self._eos: frozenset[int] = frozenset()
         """The tokens that end a text, unless a request says otherwise."""
+        self._token_texts: TokenTexts | None = None
         self._info: EngineInfo | None = None
         self._requests: dict[str, _Request] = {}
 
@@ -64,6 +65,7 @@ class Generating(EngineAdapter, Tokenizing):
         """Blocks."""
         self._tokenizer = load_tokenizer(self._options.model)
         self._eos = eos_tokens(self._options.model, self._tokenizer)
+        self._token_texts = TokenTexts(self._tokenizer)
 
     def _refuse_lacking_op(self, op: str) -> None:
         """Raises Unsupported if the engine, as it was started, lacks the op."""
@@ -94,10 +96,12 @@ class Generating(EngineAdapter, Tokenizing):
                     for label in piece.labels:
                         spans.add(label)
                     finished = piece.finish_reason is not None
+                    tops = piece.tops if request.logprobs and request.top_logprobs else None
                     yield GenerateDelta(
                         token_ids=piece.token_ids,
                         logprobs=piece.logprobs if request.logprobs else None,
-                        top_logprobs=piece.tops if request.logprobs and request.top_logprobs else None,
+                        top_logprobs=tops,
+                        token_texts=self._texts_of(request, piece.token_ids, tops),
                         text=read.text,
                         finish_reason=piece.finish_reason,
                         stop_string=read.stop_string,
@@ -110,6 +114,13 @@ class Generating(EngineAdapter, Tokenizing):
                         return  # a stop string ends the request here; closing ends it in the engine
         finally:
             self._forget_request(request, one)
+
+    def _texts_of(
+        self, request: GenerateRequest, tokens: list[int], tops: list[list[tuple[int, float]]] | None
+    ) -> dict[str, str] | None:
+        if not (request.logprobs and request.token_texts) or self._token_texts is None:
+            return None
+        return self._token_texts.of({*tokens, *(token for row in tops or () for token, _ in row)})
 
     def _forget_request(self, request: GenerateRequest, one: _Request) -> None:
         if self._requests.get(request.id) is one:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
+from collections.abc import Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -118,6 +119,23 @@ class Tokenizing(CanTokenize):
             self._tokenizer.decode, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         text: str = await asyncio.get_running_loop().run_in_executor(_aside, decode)
+        return text
+
+
+class TokenTexts:
+    """The text of single tokens, each decoded alone, as vLLM's server names tokens beside their logprobs. It remembers
+    each text, so it grows to the vocabulary at most."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def of(self, token_ids: Iterable[int]) -> dict[str, str]:
+        return {str(token): self._one(token) for token in token_ids}
+
+    def _one(self, token: int) -> str:
+        if (text := self._known.get(token)) is None:
+            text = self._known[token] = self._tokenizer.decode([token])
         return text
 
 

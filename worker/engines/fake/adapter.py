@@ -228,11 +228,15 @@ class FakeEngine(WeightsInProcess, FullEngine):
                 if running.ended is not None:
                     self.gate.leave(running)
                     text += strings.rest()
+                tops = None
+                if request.logprobs and request.top_logprobs:
+                    tops = [self._likeliest(token, logprob_of(made), request.top_logprobs)]
                 yield GenerateDelta(
                     token_ids=[token],
                     logprobs=[logprob_of(made)] if request.logprobs else None,
-                    top_logprobs=[self._likeliest(token, logprob_of(made), request.top_logprobs)]
-                    if request.logprobs and request.top_logprobs
+                    top_logprobs=tops,
+                    token_texts={str(one): _text_of(one) for one in {token, *dict(tops[0] if tops else ())}}
+                    if request.logprobs and request.token_texts
                     else None,
                     text=text,
                     finish_reason=running.ended,
