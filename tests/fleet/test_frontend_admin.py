@@ -71,12 +71,17 @@ async def test_only_health_and_the_docs_are_open(rl: httpx.AsyncClient) -> None:
             ("GET", "/v1/rl/state"),
             ("POST", "/v1/rl/pause"),
             ("GET", "/v1/rl/nothing"),
-            ("GET", "/v1/rl/health/"),
+            ("GET", "/v1/rl/health//"),
+            ("GET", "/v1/rl/state/"),
+            ("POST", "/v1/rl/pause/"),
             ("GET", "/metrics"),
         ]:
             response = await stranger.request(method, path)
             assert error_of(response, 401)["code"] == "unauthorized"
             assert response.headers["www-authenticate"] == "Bearer"
+        # One slash too many has the rule of the path itself.
+        response = await stranger.get("/v1/rl/health/")
+        assert (response.status_code, response.headers["location"]) == (307, "/v1/rl/health")
         for value in ["", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", KEY, "Bearer a", "Bearer \xff"]:
             header = {b"Authorization": value.encode("latin-1")}
             error_of(await stranger.get("/v1/rl/state", headers=header), 401)
@@ -164,7 +169,7 @@ async def test_bad_input_is_refused_by_name_before_anybody_is_touched(plane: Pla
         (f"pause?workers={NOBODY}", 404),
         ("pause?component=nobody", 404),
         ("nothing", 404),
-        ("pause/", 404),
+        ("pause//", 404),
         ("state", 405),
         ("health", 405),
     ]:
