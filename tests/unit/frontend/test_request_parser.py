@@ -29,7 +29,7 @@ from frontend.completions.openai_bodies import (
     StreamOptions,
 )
 from frontend.completions.plans import Plan, plan_chat, plan_completion
-from frontend.completions.unserved_fields import UNSERVED
+from frontend.completions.unserved_fields import IGNORED, UNSERVED
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
 
@@ -193,7 +193,11 @@ def test_what_an_engines_own_server_takes_is_served_or_refused_by_name(engine: s
         route, _, inner = where.partition(" ")
         parse, _, _, least = ROUTES[route]
         for field in sorted(theirs.keys() - SERVED[where].model_fields - OF_STATE):
-            for value, due in ((None, Plan), (theirs[field], Plan), ({"no": "such"}, Unsupported)):
+            # A field that is ignored is refused for its type alone.
+            wrong_kind = (
+                Unsupported if field not in IGNORED else Plan if IGNORED[field] is dict else InvalidRequest
+            )
+            for value, due in ((None, Plan), (theirs[field], Plan), ({"no": "such"}, wrong_kind)):
                 said = {inner: {field: value}} if inner else {field: value}
                 found = outcome(parse, {**least, **said})
                 if not isinstance(found, due):
