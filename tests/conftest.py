@@ -13,6 +13,7 @@ import secrets
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,14 @@ def lives(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def pytest_runtest_teardown() -> None:
+    """Lets the garbage collector drop the ZeroMQ contexts that an engine has left in this process.
+
+    Their sockets are open still, and pyzmq waits for these without an end: the process would hang in any later test."""
+    if (zmq := sys.modules.get("zmq")) is not None:
+        zmq.Context.__del__ = lambda context: None
 
 
 @dataclass
