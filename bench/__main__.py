@@ -240,7 +240,6 @@ async def generation(scratch: Path, size: Size) -> list[Row]:
 
 
 MEASURED = {
-    "observed": observed,
     "fan_outs": fan_outs,
     "times": times,
     "updates": updates,
@@ -253,6 +252,7 @@ MEASURED = {
     "large": large,
     "published": published,
     "generation": generation,
+    "observed": observed,
 }
 
 

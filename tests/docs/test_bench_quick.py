@@ -80,7 +80,13 @@ STREAMS = [
         ("CPU of a frontend for 1,000 tokens", ""),
         ("CPU of nats-server for 1,000 tokens", ""),
         ("CPU of a worker for 1,000 tokens", ""),
+        ("CPU for 1,000 paced tokens in whole replies", ""),
     )
+]
+OBSERVED = [
+    f"{what}, watched, {size}"
+    for size in ("1 stream", "8 streams")
+    for what in ("1,000 tokens", "CPU for 1,000 tokens")
 ]
 BROADCASTS = [
     f"gloo, 67 MB{what}"
@@ -154,6 +160,7 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     ]
     assert [row["what"] for row in rows["published"]] == PUBLISHED
     assert [row["what"] for row in rows["generation"]] == STREAMS
+    assert [row["what"] for row in rows["observed"]] == OBSERVED
     for row in [row for table in rows.values() for row in table]:
         assert 0 < row["median_s"] <= row["p99_s"] or (row["what"] in STREAMS and row["median_s"] == 0)
 
