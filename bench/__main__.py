@@ -210,7 +210,7 @@ async def published(scratch: Path, size: Size) -> list[Row]:
 async def observed(scratch: Path, size: Size) -> list[Row]:
     sizes = QUICK_STREAMS if size.quick else STREAMS
     rounds, tokens = (QUICK_STREAM_ROUNDS, QUICK_TOKENS) if size.quick else (STREAM_ROUNDS, OBSERVED_TOKENS)
-    _say("streams of a fleet that is watched …")
+    _say("streams of a fleet with observers …")
     model = make_fake_model(scratch / "model", 0)
     return [
         row

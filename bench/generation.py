@@ -129,7 +129,7 @@ async def measure_fake(model: Path, sizes: Sequence[int], rounds: int, tokens: i
                     "unpaced": await quick.run(size, body, tokens),
                     "two frontends": await two.run(size, body, tokens),
                 }
-                _keep(times, measured, number)
+                keep(times, measured, number)
             found.append(times)
         await engine.close()
     return found
@@ -156,7 +156,7 @@ async def measure_vllm(model: Path, sizes: Sequence[int], rounds: int, tokens: i
                     measured = {name: await way.run(size, body, tokens) for name, way in ways}
                     for name, way in ways:
                         measured[f"{name} whole"] = await way.run(size, {**body, "stream": False}, tokens)
-                    _keep(times, measured, number)
+                    keep(times, measured, number)
                 found.append(times)
     return found
 
@@ -165,7 +165,8 @@ def have_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def _keep(times: StreamTimes, measured: dict[str, Round], number: int) -> None:
+def keep(times: StreamTimes, measured: dict[str, Round], number: int) -> None:
+    """Keeps one round of each way. A round with a negative number is for warming up."""
     if number >= 0:
         for name, one in measured.items():
             times.rounds[name].append(one)

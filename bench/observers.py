@@ -1,7 +1,7 @@
-"""Streams of tokens of a fleet that is watched by everything that can watch it, beside a fleet that nobody watches.
+"""Streams of tokens of a fleet with all observers, beside those of a fleet without any.
 
-Watched: the worker has a page of metrics, a scraper reads it and the frontend's each second, a reader follows the
-events, and the frontend records every rollout in files.
+The observers: a scraper reads the metrics of the worker and of the frontend each second, a reader follows the events,
+and the frontend records every rollout in files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from bench.generation import BODY, WARM_UP, Fleet, StreamTimes, fleet
+from bench.generation import BODY, WARM_UP, Fleet, StreamTimes, fleet, keep
 from bench.streams import Streams
 from rl_plane._util.tasks import end_tasks
 
@@ -25,7 +25,8 @@ SCRAPE_S = 1.0
 async def measure_observed(
     model: Path, scratch: Path, sizes: Sequence[int], rounds: int, tokens: int
 ) -> list[StreamTimes]:
-    """Ways: `unwatched` and `watched`, as fast as they can. Both are up all the time, and are asked in turn."""
+    """Ways: `without observers` and `with observers`, as fast as they can. Both fleets are up all the time, and are
+    asked in turn."""
     found = []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -36,15 +37,16 @@ async def measure_observed(
         _watching(seen, f"http://127.0.0.1:{port}"),
     ):
         body = {**BODY, "max_tokens": tokens}
-        ways = {"unwatched": Streams(plain.urls, plain.processes), "watched": Streams(seen.urls, seen.processes)}
+        ways = {
+            "without observers": Streams(plain.urls, plain.processes),
+            "with observers": Streams(seen.urls, seen.processes),
+        }
         for size in sizes:
             times = StreamTimes(size, {name: [] for name in ways})
             for number in range(-WARM_UP, rounds):
                 names = list(ways) if number % 2 else list(reversed(ways))
                 measured = {name: await ways[name].run(size, body, tokens) for name in names}
-                if number >= 0:
-                    for name, one in measured.items():
-                        times.rounds[name].append(one)
+                keep(times, measured, number)
             found.append(times)
     return found
 

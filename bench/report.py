@@ -53,7 +53,7 @@ FIRST_TOKEN_AIM_S = 0.002
 SERVER_AIM = 1.11
 """0.9 × the tokens per second of vLLM's own server."""
 WHOLE_AIM = 0.5
-"""Nobody reads a whole reply before its end."""
+"""A whole reply is sent at its end, so its tokens need not travel one by one."""
 WHOLE_TIME_AIM = 1.05
 """Rollouts end no later than at vLLM's own server."""
 WHOLE_SERVER_AIM = 1.0
@@ -301,13 +301,13 @@ def stream_rows(times: StreamTimes) -> list[Row]:
 
 
 def observed_rows(times: StreamTimes) -> list[Row]:
-    """Rows of a fleet that is watched."""
+    """Rows of a fleet with observers."""
     size = _streams(times)
-    seen, alone = times.per_thousand("watched"), times.per_thousand("unwatched")
-    cpu, cpu_alone = (times.cpu_per_thousand(way, *PROCESSES) for way in ("watched", "unwatched"))
+    seen, alone = times.per_thousand("with observers"), times.per_thousand("without observers")
+    cpu, cpu_alone = (times.cpu_per_thousand(way, *PROCESSES) for way in ("with observers", "without observers"))
     return [
-        compared(f"1,000 tokens, watched, {size}", None, seen, "nobody watches", alone, OBSERVED_AIM),
-        compared(f"CPU for 1,000 tokens, watched, {size}", None, cpu, "nobody watches", cpu_alone, None),
+        compared(f"1,000 tokens, with observers, {size}", None, seen, "without observers", alone, OBSERVED_AIM),
+        compared(f"CPU for 1,000 tokens, with observers, {size}", None, cpu, "without observers", cpu_alone, None),
     ]
 
 

@@ -71,7 +71,7 @@ class GenerationCall:
 
     async def whole(self) -> Any:
         created = int(time.time())
-        self._gather_s = GATHER_S  # nobody reads before the end
+        self._gather_s = GATHER_S  # the reply is sent at its end
         self._span = begin_call(self._plan, self._parent)
         async with self._service.counted(self._plan, self._on_end):
             model, run = await self._begin()

@@ -77,6 +77,8 @@ class _Open:
     number: int
     events: list[FleetEvent] = field(default_factory=list)
     nbytes: int = 0
+    stored: bool = False
+    """The bucket has some of its events."""
 
 
 class StoredEvents:
@@ -147,13 +149,16 @@ class StoredEvents:
     async def _write(self) -> None:
         """Writes every chunk that has changed."""
         self._changed.clear()
+        grew = False
         while True:
             chunk, count = self._chunks[0], len(self._chunks[0].events)
             value = to_json({"began_at": self._began_at, "events": [event.to_wire() for event in chunk.events]})
             key = f"{self._frontend_id}.{chunk.number}"
             await self._bus.put(self._bucket, key, value, ttl_s=int(KEPT_S))
+            grew, chunk.stored = grew or not chunk.stored, True
             if chunk is self._chunks[-1]:
                 break
             if chunk is self._chunks[0] and count == len(chunk.events):
                 self._chunks.popleft()
-        await self._bus.keep_newest(self._bucket, ">", CHUNKS)
+        if grew:
+            await self._bus.keep_newest(self._bucket, ">", CHUNKS)

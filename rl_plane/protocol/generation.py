@@ -75,8 +75,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 GATHER_S = 0.1
-"""The time in seconds for which a worker gathers the tokens of a reply that nobody reads before its end. A worker that
-dies loses no more than these, and another one makes them again."""
+"""The time in seconds for which a worker gathers the tokens of a reply that is sent at its end. A worker that dies
+loses no more than these, and another one makes them again."""
 
 
 class Rendering(BaseModel):

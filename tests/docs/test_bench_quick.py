@@ -84,7 +84,7 @@ STREAMS = [
     )
 ]
 OBSERVED = [
-    f"{what}, watched, {size}"
+    f"{what}, with observers, {size}"
     for size in ("1 stream", "8 streams")
     for what in ("1,000 tokens", "CPU for 1,000 tokens")
 ]

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import pytest
 
 from rl_plane.protocol.http_keys import Role
 from tests.support.browser import FOREIGN_HOST, chromium
+from tests.support.http_calls import CALL_S, post_json
 from tests.support.key_files import write_keys
 from tests.support.large_fleet import large_fleet
 from tests.support.paths import ROOT
@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 SEEN_MS = 30_000
 """Until a change is on the page, on a loaded machine. A hung worker is noticed only after seconds."""
-CALL_S = 60.0
 SCREENSHOTS = "RL_PLANE_SCREENSHOTS"
 """With this variable the tests write the screenshots of docs/dashboard.md."""
 IMAGES = ROOT / "docs" / "images"
@@ -63,14 +62,7 @@ class Fleet:
     def post(self, op: str, body: dict[str, Any], key: str = "") -> dict[str, Any]:
         """The reply, also of a call that fails."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        request = urllib.request.Request(f"{self.url}/v1/rl/{op}", json.dumps(body).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=CALL_S) as answer:
-                reply: dict[str, Any] = json.load(answer)
-        except urllib.error.HTTPError as error:
-            with error:
-                reply = json.load(error)
-        return reply
+        return post_json(f"{self.url}/v1/rl/{op}", body, headers)
 
     def update(self, label: str, op: str = "update_weights", key: str = "", **policy: Any) -> dict[str, Any]:
         """Updates the fleet to a model that belongs to this label."""

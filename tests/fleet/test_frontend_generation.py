@@ -50,9 +50,7 @@ fake.FakeEngine.generate = lying
 # ---- what comes back ----
 
 
-async def test_a_reply_that_nobody_reads_before_its_end_takes_few_messages(
-    plane: Plane, http: httpx.AsyncClient
-) -> None:
+async def test_a_reply_that_is_sent_at_its_end_takes_few_messages(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn(token_delay_s=0.01)
     version = await update(plane, 1)
     listener, messages = (await plane.client()).bus, 0

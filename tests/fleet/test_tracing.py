@@ -25,11 +25,12 @@ from rl_plane._util.otel import trace_id_of
 from rl_plane.client import RlClient
 from rl_plane.fleet.http_client import call_facade
 from rl_plane.sync import SyncRlClient
+from tests.support.http_calls import CALL_S
 from tests.support.otlp_receiver import Collector, Received, collector
 from tests.support.paths import ROOT
 from tests.support.started_command import eventually
 from tests.support.trace_picture import picture
-from tests.support.traced_fleet import CALL_S, TracedFleet, check_tree, each, fresh, one
+from tests.support.traced_fleet import TracedFleet, check_tree, each, fresh, one
 from worker.engines.fake.adapter import make_fake_model
 
 ENDED_S = 20.0

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.support.http_calls import CALL_S, post_json
 from tests.support.otlp_receiver import Received
 from tests.support.started_command import READY_S, Started
-
-CALL_S = 60.0
 
 
 class TracedFleet:
@@ -46,14 +44,7 @@ class TracedFleet:
     def post(self, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
         """The reply, also of a call that fails."""
         url = (self.rl_url if path.startswith("/v1/rl/") else self.http_url) + path
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=CALL_S) as answer:
-                reply: dict[str, Any] = json.load(answer)
-        except urllib.error.HTTPError as error:
-            with error:
-                reply = json.load(error)
-        return reply
+        return post_json(url, body, headers)
 
     def text(self, path: str, body: dict[str, Any], **headers: str) -> str:
         """The body of a good reply."""

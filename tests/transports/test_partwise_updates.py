@@ -112,7 +112,9 @@ async def test_what_is_refused(plane: Plane) -> None:
             assert error.facts["field"] == field
         error = await refused(broadcasts.prepare(), InvalidRequest, "there is no gloo group|group")
         await broadcasts.form(3)
-        await refused(client.run("receive_weights_part", first), UpdateAborted, "no update runs, and none is prepared")
+        await refused(
+            client.run("receive_weights_part", first), UpdateAborted, "no update runs, and none is prepared"
+        )
         transport = {"backend": "gloo", "group": broadcasts.group, "in_parts": True}
         await refused(client.run("update_weights", {"transport": transport}), InvalidRequest, "several calls")
         lora = {"kind": "lora", "op": "load", "name": "a"}
