@@ -93,7 +93,8 @@ class AbortWeightsUpdate(UpdateId):
 
 
 class ReceiveWeightsPart(update_requests.Part, UpdateId):
-    """A part of an update that was prepared with `transport: {backend, group, in_parts: true}`."""
+    """A part of an update that was prepared with `transport: {backend, group, in_parts: true}`, or with `{backend: ipc,
+    in_parts: true}`."""
 
     version: str | None = Field(
         None, min_length=1, max_length=validation.LABEL_CHARS, pattern=validation.PRINTABLE

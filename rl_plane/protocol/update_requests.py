@@ -12,6 +12,7 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary, OnCanaryFailure, PolicyCanary
 from rl_plane.protocol.record import DecisionRecord, Encoding, PauseMode, VersionSource
 from rl_plane.protocol.relay import RelayPlan, SourceUse
+from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory, Place
 from rl_plane.protocol.validation import (
     DIGEST,
     LABEL_CHARS,
@@ -36,6 +37,9 @@ PUSHED = frozenset({"gloo", "nccl"})
 """Transports whose sender waits for its receivers. `prepare_weights_update` makes the workers listen, and
 `complete_weights_update` waits until they have received the weights."""
 
+IN_PARTS = PUSHED | {"ipc"}
+"""Transports whose trainer may announce an update part by part."""
+
 RELAYED = frozenset({"nixl"})
 """Transports by which workers fetch an update from one another too."""
 
@@ -48,6 +52,8 @@ MAX_PART_TENSORS = 1 << 18
 DEFAULT_PACKED_BYTES = 1 << 30
 """The bucket size of vLLM."""
 MAX_PART_BYTES = 1 << 40
+MAX_PART_MEMORIES = 8192
+"""Twice what fits into a message to a worker."""
 MAX_STEP = 1 << 53
 """The largest integer that every JSON reader keeps exactly."""
 
@@ -283,7 +289,8 @@ class PreparedReply(TypedDict):
 
 
 class Part(Body):
-    """Tensors that the trainer broadcasts now, from rank 0 of its group, in this order: a part of an update."""
+    """A part of an update: tensors that the trainer broadcasts now, from rank 0 of its group, in this order. Or, with
+    `places`, tensors that lie in memory of a trainer on the workers' machine, and that each rank copies now."""
 
     names: list[str] = Field(max_length=MAX_PART_TENSORS)
     dtypes: list[str]
@@ -301,6 +308,12 @@ class Part(Body):
     check_only: bool = False
     """Receive nothing: only check that these tensors are all that the model needs. A trainer can so check before it
     sends."""
+    memories: list[NamedMemory | GpuMemory] = Field([], max_length=MAX_PART_MEMORIES)
+    """The memory in which the tensors lie, for the transport `ipc`."""
+    places: list[Place | None] | None = None
+    """For the transport `ipc`: where each tensor lies. None for a tensor that is empty."""
+    unused: list[GpuMemory] = Field([], max_length=MAX_PART_MEMORIES)
+    """Further shares of the trainer's GPU memory, for other ranks. They are released unread."""
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -318,6 +331,12 @@ class Part(Body):
                     field=field,
                     fix="give one for each name",
                 )
+        if self.places is not None and len(self.places) != len(self.names):
+            raise InvalidRequest(
+                f"there are {len(self.names)} names and {len(self.places)} places",
+                field="places",
+                fix="give one for each name",
+            )
         for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
             if not checked_name(name):
                 raise InvalidRequest(
@@ -645,7 +664,7 @@ class UpdateWeights(_Update):
 
     @property
     def pushed(self) -> bool:
-        return self.transport is not None and self.transport.backend in PUSHED
+        return self.transport is not None and (self.transport.backend in PUSHED or self.in_parts)
 
     @property
     def relayed(self) -> bool:
@@ -659,8 +678,10 @@ class UpdateWeights(_Update):
     @property
     def in_parts(self) -> bool:
         """Reports whether the trainer announces the tensors part by part."""
-        extra = self.transport.model_extra if self.transport is not None else None
-        return self.pushed and bool((extra or {}).get("in_parts"))
+        transport = self.transport
+        if transport is None or transport.backend not in IN_PARTS:
+            return False
+        return bool((transport.model_extra or {}).get("in_parts"))
 
 
 class Rollback(Body):

@@ -80,6 +80,7 @@ class Deaf(IpcTransport):
 
     def open(self, request: Mapping[str, Any], kind: Any) -> PackedDelivery:
         delivery = super().open(request, kind)
+        assert isinstance(delivery, PackedDelivery)
         delivery.tensors = lambda cancelled: iter(())  # type: ignore[method-assign, assignment, misc]
         return delivery
 

@@ -115,7 +115,7 @@ def _mount_broadcasts(routes: SharedRoutes, updates: Updates) -> None:
             )
         # AReaL's server ends the running requests, also outside of a pause.
         part = DistributedFields(**fields.model_dump(), abort_all_requests=True)
-        reply = await updates.take_part(part, described.digest)
+        reply = await updates.take_broadcasts(part, described.digest)
         return {"success": True, "message": joined(reply, "success")}
 
 

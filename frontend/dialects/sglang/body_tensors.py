@@ -42,6 +42,7 @@ IDLE_S = 120.0
 """An update is dropped after this much silence of its trainer."""
 BUCKET_BYTES = 32 << 20
 FIELD = "serialized_named_tensors"
+PICKLE_START = b"\x80"
 _LENGTH = struct.Struct("<Q")
 
 Tensors = Mapping[str, HostTensor]
@@ -49,21 +50,18 @@ Tensors = Mapping[str, HostTensor]
 
 def read_tensors(payloads: Sequence[str | LongText]) -> Tensors:
     """Reads the tensors of one safetensors file. `payloads` has the same file once for each rank."""
-    texts = [one.data if isinstance(one, LongText) else memoryview(one.encode()) for one in payloads]
+    texts = [_text(one) for one in payloads]
     if any(_differ(one, texts[0]) for one in texts):
         raise Unsupported(
             "each element is of one rank of one engine, and all ranks of this fleet receive the same",
             field=FIELD,
             fix=f"send one element, a safetensors file; or {ANOTHER_WAY}",
         )
-    try:
-        data = memoryview(_decoded(texts[0]))
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest("it is not base64", field=FIELD, fix="base64 of a safetensors file") from error
+    data = memoryview(decoded(payloads[0]))
     length = _LENGTH.unpack_from(data)[0] if data.nbytes > _LENGTH.size else data.nbytes
     if length > data.nbytes - _LENGTH.size or bytes(data[_LENGTH.size : _LENGTH.size + 1]) != b"{":
         raise Unsupported(
-            "it is no safetensors file. SGLang's own serialized tensors are a pickle, which is never opened here",
+            "it is neither a safetensors file nor what SGLang's MultiprocessingSerializer makes",
             field=FIELD,
             fix=ANOTHER_WAY,
         )
@@ -72,6 +70,26 @@ def read_tensors(payloads: Sequence[str | LongText]) -> Tensors:
     return {
         name: HostTensor(one.spec, data[one.offset : one.offset + one.spec.nbytes]) for name, one in placed.items()
     }
+
+
+def is_pickled(payload: str | LongText) -> bool:
+    """Whether an element begins like a pickle. It reads its first bytes only."""
+    try:
+        return binascii.a2b_base64(_text(payload)[:4])[:1] == PICKLE_START
+    except ValueError:
+        return False
+
+
+def decoded(payload: str | LongText) -> bytearray:
+    """The bytes of one element. Raises InvalidRequest if it is not base64."""
+    try:
+        return _decoded(_text(payload))
+    except ValueError as error:  # binascii.Error is one
+        raise InvalidRequest("it is not base64", field=FIELD, fix="send base64") from error
+
+
+def _text(payload: str | LongText) -> memoryview:
+    return payload.data if isinstance(payload, LongText) else memoryview(payload.encode())
 
 
 def _differ(one: memoryview, other: memoryview) -> bool:

@@ -38,6 +38,8 @@ from rl_plane.protocol.validation import PRINTABLE, Label
 
 OWNER = "sglang"
 """The owner of the fleet's session."""
+SHARED = "ipc"
+"""The transport of tensors that lie in memory of the trainer."""
 
 
 class SglangUpdateFields(Fields):
@@ -126,23 +128,37 @@ class Updates:
 
     # ---- parts ----
 
-    async def take_part(self, fields: DistributedFields, digest: str) -> dict[str, Any]:
-        """The reply to the part, or to the commit. `digest`: the hash of the call's body."""
-        async with self._preparing:  # two stages of a trainer's pipeline may begin at once
-            session = await self.session()
-            was_begun = await self.opened.is_begun()
-            update_id = (
-                session.update_id if session is not None else await self._prepare(fields.group_name, fields)
-            )
-            before, count = self._announced
-            self._announced = (update_id, count + 1 if before == update_id else 1)
+    async def take_broadcasts(self, fields: DistributedFields, digest: str) -> dict[str, Any]:
+        """Takes the tensors of a call that are broadcast now. Returns the reply to the part, or to the commit.
+        `digest`: the hash of the call's body."""
         part = {
-            "update_id": update_id,
             "names": fields.names,
             "dtypes": fields.dtypes,
             "shapes": fields.shapes,
             "layout": "each" if fields.load_format is None else "flat",
             "group": fields.group_name,
+        }
+        return await self._take_part(part, fields, digest)
+
+    async def take_shared(self, part: dict[str, Any], fields: SglangUpdateFields, digest: str) -> dict[str, Any]:
+        """Takes tensors that lie in memory of the trainer, as `take_broadcasts` does. `part`: the fields of
+        `receive_weights_part` that describe them."""
+        return await self._take_part(part, fields, digest)
+
+    async def _take_part(self, part: dict[str, Any], fields: SglangUpdateFields, digest: str) -> dict[str, Any]:
+        group: str | None = part.get("group")
+        async with self._preparing:  # two stages of a trainer's pipeline may begin at once
+            session = await self.session()
+            if session is not None and (session.body["transport"]["backend"] == SHARED) != (group is None):
+                raise Conflict("an update is received in another way already", fix="send one update in one way")
+            was_begun = await self.opened.is_begun()
+            update_id = session.update_id if session is not None else await self._prepare(group, fields)
+            before, count = self._announced
+            self._announced = (update_id, count + 1 if before == update_id else 1)
+        names = part["names"]
+        part = {
+            **part,
+            "update_id": update_id,
             "timeout_s": self._context.part_timeout_s,
             **({} if fields.weight_version is None else {"version": fields.weight_version}),
             **({"pause_mode": "abort"} if fields.abort_all_requests else {}),
@@ -155,7 +171,7 @@ class Updates:
         if await self.waits_for_more(update_id, was_begun=was_begun):
             return reply
         if session is None and reply["missing"]:
-            await self._close_if_tied(update_id, fields.names)
+            await self._close_if_tied(update_id, names)
         if reply["missing"]:
             return reply
         try:
@@ -166,10 +182,14 @@ class Updates:
                     error.facts["fix"] = "all tensors are here: end_weight_update commits them"
             raise
 
-    async def _prepare(self, group: str, fields: SglangUpdateFields) -> str:
-        backend = await self._groups.backend_of(group)
+    async def _prepare(self, group: str | None, fields: SglangUpdateFields) -> str:
+        """Makes the workers listen for an update. `group`: the group of its broadcasts. None: its tensors lie in memory
+        of the trainer."""
+        by: dict[str, Any] = {"backend": SHARED}
+        if group is not None:
+            by = {"backend": await self._groups.backend_of(group), "group": group}
         body: dict[str, Any] = {
-            "transport": {"backend": backend, "group": group, "in_parts": True},
+            "transport": {**by, "in_parts": True},
             "policy": fields.policy,
             "owner": OWNER,
             **({} if fields.weight_version is None else {"version": fields.weight_version}),

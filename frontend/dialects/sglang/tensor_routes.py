@@ -1,8 +1,13 @@
-"""Routes that take tensors in the body of a request, as safetensors in base64, and put them into NATS for the workers.
+"""Routes that take tensors in the field `serialized_named_tensors` of a request.
 
-SGLang sends a pickle for each rank of one engine, which is never opened here. These routes take one element instead:
-`load_format: "safetensors"` and `serialized_named_tensors: [base64 of a safetensors file]`. An update may be several
-such calls; `body_tensors` holds their tensors until the update is whole.
+The field has one of these:
+
+- For each rank of an engine, what SGLang's `MultiprocessingSerializer` makes of tensors that the trainer shares. The
+  workers copy the tensors out of the trainer's memory (`serialized_tensors`).
+- One safetensors file in base64 (`load_format: "safetensors"`). The frontend puts its tensors into NATS for the workers
+  (`body_tensors`).
+
+An update may be several such calls.
 """
 
 from __future__ import annotations
@@ -13,16 +18,19 @@ from typing import Any, Literal
 from pydantic import Field
 
 from frontend.dialects.common.context import DialectContext
-from frontend.dialects.common.fleet_as_one import begun, joined
+from frontend.dialects.common.fleet_as_one import begun, joined, members
 from frontend.dialects.common.pause_and_adapters import held_adapters
 from frontend.dialects.sglang.adapters import BY_NAME, loaded_reply
-from frontend.dialects.sglang.body_tensors import ANOTHER_WAY, FIELD, Store, read_tensors
+from frontend.dialects.sglang.body_tensors import FIELD, Store, decoded, is_pickled, read_tensors
+from frontend.dialects.sglang.serialized_tensors import FORMATS, SharedTensors, described, read_shared
 from frontend.dialects.sglang.sglang_session import SglangUpdateFields, Updates
+from frontend.dialects.sglang.shared_counts import give_back
 from frontend.dialects.sglang.update_routes import refuse_draft, report_unused
 from frontend.server.large_bodies import LongText
 from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report_given
 from rl_plane.bus.state_store import read_record
-from rl_plane.errors import Conflict, Locked, Unsupported
+from rl_plane.errors import Conflict, InvalidRequest, Locked, Unsupported
+from rl_plane.protocol.shared_tensors import GpuMemory
 from rl_plane.protocol.validation import Label
 
 MAX_BODY_BYTES = 256 << 20
@@ -34,8 +42,10 @@ class TensorFields(SglangUpdateFields):
     """`/update_weights_from_tensor`"""
 
     serialized_named_tensors: list[str | LongText] = Field(min_length=1, max_length=1024)
-    """One element: a safetensors file in base64."""
+    """For each rank of an engine the base64 of what SGLang's `MultiprocessingSerializer` makes; or one safetensors file
+    in base64."""
     load_format: str | None = None
+    """None, `direct` and `flattened_bucket`: as in SGLang. `safetensors`: one safetensors file."""
     selector: Literal["target", "draft", "all"] = "all"
 
 
@@ -62,13 +72,15 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
         too, while nothing else was committed since, and nothing was opened that it could be a part of."""
         if held:
             return held.number, None, False
+        if (session := await updates.session()) is not None:  # of tensors that the trainer shares
+            return held.number, session.update_id, False
         record = await read_record(context.bus, context.state)
         return held.number, record.update_id if record is not None else None, await updates.opened.is_open()
 
     @routes.post(
         "/update_weights_from_tensor",
         TensorFields,
-        "New weights in the body, as safetensors.",
+        "New weights: tensors that the trainer shares, or safetensors.",
         once=True,
         standing=standing,
         max_body_bytes=MAX_BODY_BYTES,
@@ -76,8 +88,10 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
     async def from_tensor(request: ParsedRequest[TensorFields]) -> Any:
         fields = request.fields
         refuse_draft(fields.selector)
-        _check_format(fields.load_format)
         report_unused(request, fields)
+        if fields.load_format != FORMAT and is_pickled(fields.serialized_named_tensors[0]):
+            return await shared(request)
+        _check_format(fields.load_format)
         tensors = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
         only_tied = tensors.keys() <= await held.ask_model()
         async with held.turn:
@@ -89,7 +103,7 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
                 }
             if await updates.session() is not None:
                 raise Conflict(
-                    "an update is received by broadcasts already", field=FIELD, fix="send one in one way"
+                    "an update is received in another way already", field=FIELD, fix="send one in one way"
                 )
             held.add(tensors, fields.policy, fields.weight_version)
             if await updates.waits_for_more(held.update_id) or not held.is_whole:
@@ -102,6 +116,29 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
         message = joined(reply, "Succeeded to update parameter online.")
         return {"success": True, "message": message, "weight_version": reply["version"]["label"]}
 
+    async def shared(request: ParsedRequest[TensorFields]) -> Any:
+        fields = request.fields
+        found = await asyncio.to_thread(_read_shared, fields)
+        give_back_uses = True
+        try:
+            if held:
+                raise Conflict(
+                    "an update is received in another way already", field=FIELD, fix="send one in one way"
+                )
+            await _check_openable(context, found)
+            reply = await updates.take_shared(described(found), fields, request.digest)
+        except Locked:  # nothing has begun, and the client sends this call again
+            give_back_uses = False
+            raise
+        finally:
+            if give_back_uses:
+                await asyncio.to_thread(give_back, found.shared)
+        if "version" in reply:
+            message = joined(reply, "Succeeded to update parameter online.")
+            return {"success": True, "message": message, "weight_version": reply["version"]["label"]}
+        message = joined(reply, f"{reply['tensors']} tensors are staged, {reply['missing']} are missing")
+        return {"success": True, "message": message}
+
     @routes.post(
         "/load_lora_adapter_from_tensors",
         AdapterFields,
@@ -111,6 +148,12 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
     )
     async def adapter(request: ParsedRequest[AdapterFields]) -> Any:
         fields = request.fields
+        if is_pickled(fields.serialized_named_tensors[0]):
+            raise Unsupported(
+                "adapters are read from safetensors files only, not from what SGLang's MultiprocessingSerializer makes",
+                field=FIELD,
+                fix='one element, adapter_model.safetensors in base64, and load_format "safetensors"',
+            )
         _check_format(fields.load_format)
         if fields.added_tokens_config:
             raise Unsupported(
@@ -134,11 +177,32 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
 
 
 def _check_format(load_format: str | None) -> None:
+    if load_format is not None and load_format in FORMATS:
+        raise InvalidRequest(
+            f"load_format {load_format} needs what SGLang's MultiprocessingSerializer makes, and it is no pickle",
+            field=FIELD,
+            fix=f"load_format {FORMAT} for a safetensors file",
+        )
     if load_format not in (None, FORMAT):
         raise Unsupported(
-            f"load_format {load_format[:64]!r} comes as a pickle, which is never opened here"
-            if load_format
-            else "",
+            f"load_format {load_format[:64]!r} names code of the engine, which no caller may run",
             field="load_format",
-            fix=ANOTHER_WAY,
+            fix=f"null, direct, flattened_bucket or {FORMAT}",
+        )
+
+
+def _read_shared(fields: TensorFields) -> SharedTensors:
+    if fields.load_format not in FORMATS:
+        _check_format(fields.load_format)
+    return read_shared([decoded(one) for one in fields.serialized_named_tensors], fields.load_format)
+
+
+async def _check_openable(context: DialectContext, found: SharedTensors) -> None:
+    """A share of a GPU's memory can be opened once. Raises Unsupported if several workers would open it."""
+    on_gpu = any(isinstance(memory, GpuMemory) for memory in found.shared)
+    if on_gpu and (count := len(await members(context))) > 1:
+        raise Unsupported(
+            f"a CUDA tensor that a trainer shares can be opened by one process, and this fleet has {count} workers",
+            field=FIELD,
+            fix="use one fleet for each engine, or update_weights_from_distributed",
         )

@@ -89,7 +89,7 @@ def mount_updates(routes: SharedRoutes, context: DialectContext, updates: Update
                 fix="leave it out, or flattened_bucket",
             )
         report_unused(request, fields)
-        reply = await updates.take_part(fields, request.digest)
+        reply = await updates.take_broadcasts(fields, request.digest)
         if "version" in reply:
             message = joined(reply, "Succeeded to update parameter online.")
             return {"success": True, "message": message, "weight_version": reply["version"]["label"]}

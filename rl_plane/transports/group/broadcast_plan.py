@@ -13,6 +13,11 @@ TENSOR_BYTES = 16
 SIDE_BYTES = 9
 """The most bytes of msgpack that each dimension takes."""
 
+PLACE_BYTES = 48
+"""The most bytes of msgpack that the place of a tensor takes beside its strides."""
+MEMORY_BYTES = 128
+"""The most bytes of msgpack that a memory takes beside its texts."""
+
 Placed = tuple[str, TensorSpec]
 
 
@@ -44,6 +49,14 @@ def pieces(part: Part) -> list[Part]:
         TENSOR_BYTES + len(name.encode()) + len(dtype) + SIDE_BYTES * len(shape)
         for name, dtype, shape in zip(part.names, part.dtypes, part.shapes, strict=True)
     ]
+    if part.places is not None:  # a memory may have several tensors, and a share of a GPU's is opened once
+        if sum(sizes) + _placed_bytes(part) > MAX_PIECE_BYTES:
+            raise PayloadTooLarge(
+                f"the places of {len(sizes)} tensors do not fit into a message to the workers",
+                field="names",
+                fix="send fewer tensors in one call: smaller buckets",
+            )
+        return [part]
     if sum(sizes) <= MAX_PIECE_BYTES:
         return [part]
     counts = [1] * len(sizes) if part.check_only else [len(chunk) for chunk in chunks(part)]
@@ -62,6 +75,13 @@ def pieces(part: Part) -> list[Part]:
             size = 0
         size += more
     return [_between(part, *ends) for ends in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
+
+
+def _placed_bytes(part: Part) -> int:
+    places = sum(PLACE_BYTES + SIDE_BYTES * len((one and one.strides) or ()) for one in part.places or ())
+    texts = (value for one in (*part.memories, *part.unused) for value in one.model_dump().values())
+    memories = MEMORY_BYTES * (len(part.memories) + len(part.unused))
+    return places + memories + sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _between(part: Part, start: int, end: int) -> Part:

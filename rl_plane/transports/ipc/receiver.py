@@ -1,7 +1,8 @@
 """The receiving half of `ipc`: weights from a trainer on this machine, through shared memory, or from a GPU's memory.
 
 A request is `{backend: ipc, socket: S, secret: K}`, as the sender's `open` returns it. The receiver checks who sends,
-how large the memory really is, and that it can't become smaller while it is read.
+how large the memory really is, and that it can't become smaller while it is read. For `{backend: ipc, in_parts: true}`
+see `placed_delivery`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rl_plane.protocol.versions import DigestAlgorithm, HostTensor
 from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
 from rl_plane.transports.ipc.cuda_buffers import Handle, OpenBuckets, read_opened, remove_counters
 from rl_plane.transports.ipc.in_place import MAX_TOGETHER, read_memory
+from rl_plane.transports.ipc.placed_delivery import PlacedDelivery
 from rl_plane.transports.ipc.torch_cuda import TORCH_CUDA, TorchCuda
 from rl_plane.transports.ipc.wire import (
     BACKEND,
@@ -86,8 +88,11 @@ class IpcTransport(WeightTransport):
         self._device = context.device
         self._cuda = cuda
 
-    def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery:
+    def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery | PlacedDelivery:
         check_platform()
+        if "in_parts" in request:
+            check_fields(BACKEND, request, "in_parts", "fleet_ranks")
+            return PlacedDelivery(self._cuda)
         check_fields(BACKEND, request, "socket", "secret")
         name, secret = request.get("socket"), request.get("secret")
         if not isinstance(name, str) or not NAME.fullmatch(name):

@@ -1,0 +1,416 @@
+"""Reads what SGLang's `MultiprocessingSerializer` makes of tensors: where each tensor lies, as plain values.
+
+A trainer sends one element for each tensor-parallel rank of an engine. Each is the pickle of one of these:
+
+| `load_format` | pickled |
+|---|---|
+| null, `direct` | a list of (name, tensor) or (name, LocalSerializedTensor) |
+| `flattened_bucket` | `{"flattened_tensor": tensor, "metadata": [FlattenedTensorMetadata, …]}` |
+
+A LocalSerializedTensor has the pickle of one tensor for each rank.
+
+A pickled tensor contains no bytes of the weights. It names memory that its process shares. `pickle_reader` says why
+reading it runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from frontend.dialects.sglang.pickle_reader import (
+    Budget,
+    Name,
+    Record,
+    Refusal,
+    Refused,
+    kind_of,
+    read_pickle,
+)
+from rl_plane.errors import InvalidRequest, Unsupported
+from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory
+from rl_plane.protocol.update_requests import PART_DTYPES
+from rl_plane.protocol.versions import DTYPE_BYTES, MAX_RANK, TensorSpec, checked_name
+
+FIELD = "serialized_named_tensors"
+LISTED = (None, "direct")
+FLATTENED = "flattened_bucket"
+FORMATS = (*LISTED, FLATTENED)
+
+MAX_TENSORS = 8192
+"""Tensors in one call, twice what one message to a worker describes."""
+MAX_ELEMENTS = 64
+"""Elements of one call: the ranks of one engine."""
+MAX_NESTED = MAX_TENSORS
+"""Pickles within one pickle: the values of all its LocalSerializedTensors."""
+MAX_SIDE = 1 << 40
+
+SHARING_FIX = 'call torch.multiprocessing.set_sharing_strategy("file_system") in the trainer, or send CUDA tensors'
+ANOTHER_WAY = 'send tensors as SGLang\'s trainers do, or a safetensors file (load_format "safetensors")'
+
+_REDUCTIONS = "torch.multiprocessing.reductions"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensor:
+    """A tensor in memory that its trainer shares."""
+
+    spec: TensorSpec
+    memory: NamedMemory | GpuMemory | None
+    """None: the tensor is empty, and has no memory."""
+    start: int
+    """The offset of its first element in the memory, in bytes."""
+    strides: tuple[int, ...] | None
+    """Elements between neighbours of each axis. None: it is contiguous."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensors:
+    """What one call brings."""
+
+    tensors: tuple[tuple[str, SharedTensor], ...]
+    """The tensors of the first element, in their order."""
+    shared: tuple[NamedMemory | GpuMemory, ...]
+    """Each time that the trainer has shared memory in this call, for all elements. Torch counts each time."""
+
+
+def read_shared(payloads: Sequence[bytes | bytearray | memoryview], load_format: str | None) -> SharedTensors:
+    """Reads the elements of one call. The trainers that are known send the same whole tensors to each rank of an
+    engine, so the first element is used. The others must agree with it.
+
+    Raises:
+        InvalidRequest: an element is anything else than a pickle of these shapes, or the elements differ.
+        Unsupported: the tensors are of a kind that can't be opened here.
+    """
+    if len(payloads) > MAX_ELEMENTS:
+        _refuse(
+            f"{len(payloads)} elements; at most {MAX_ELEMENTS} are read", "send one for each rank of one engine"
+        )
+    shared: list[NamedMemory | GpuMemory] = []
+    found: list[tuple[tuple[str, SharedTensor], ...]] = []
+    budget = Budget()
+    for number, payload in enumerate(payloads):
+        try:
+            found.append(tuple(_Element(shared, budget).read(payload, load_format)))
+        except Refusal as refusal:
+            raise Unsupported(str(refusal), field=f"{FIELD}.{number}", fix=refusal.fix) from None
+        except Refused as refused:
+            raise InvalidRequest(
+                f"it has {refused}. Only pickles of shared tensors are read, and nothing in them is run",
+                field=f"{FIELD}.{number}",
+                fix=ANOTHER_WAY,
+            ) from None
+    for number, one in enumerate(found[1:], 1):
+        for (name, first), (other, tensor) in zip(found[0], one, strict=False):
+            if name != other or first.spec != tensor.spec:
+                _refuse(
+                    f"element {number} has {other} as {_spec_text(tensor.spec)}, and the first has {name} as "
+                    f"{_spec_text(first.spec)}",
+                    "send the whole tensors to each rank: shards of a rank are not read",
+                )
+        if len(one) != len(found[0]):
+            _refuse(
+                f"element {number} has {len(one)} tensors, and the first has {len(found[0])}",
+                "send the same tensors to each rank",
+            )
+    return SharedTensors(found[0], tuple(shared))
+
+
+def described(found: SharedTensors) -> dict[str, Any]:
+    """The fields of a part of an update (`rl_plane.protocol.update_requests.Part`) that bring these tensors."""
+    tensors = [one for _, one in found.tensors]
+    used = {one.memory: None for one in tensors if one.memory is not None}
+    numbers = {memory: number for number, memory in enumerate(used)}
+    places = [
+        None
+        if one.memory is None
+        else {"memory": numbers[one.memory], "start": one.start, "strides": one.strides and list(one.strides)}
+        for one in tensors
+    ]
+    return {
+        "names": [name for name, _ in found.tensors],
+        "dtypes": [one.spec.dtype for one in tensors],
+        "shapes": [list(one.spec.shape) for one in tensors],
+        "memories": [one.model_dump() for one in used],
+        "places": places,
+        "unused": [one.model_dump() for one in found.shared if isinstance(one, GpuMemory) and one not in numbers],
+    }
+
+
+def _spec_text(spec: TensorSpec) -> str:
+    return f"{spec.dtype} {list(spec.shape)}"
+
+
+def _refuse(what: str, fix: str) -> NoReturn:
+    raise InvalidRequest(what, field=FIELD, fix=fix)
+
+
+# ---- the values that names stand for ----
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Size:
+    sides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Dtype:
+    name: str
+    """Its safetensors name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Storage:
+    memory: NamedMemory | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TypedStorage:
+    memory: NamedMemory | None
+    dtype: _Dtype
+
+
+class _Element:
+    """Reads one element. `shared` collects the memory that its trainer has shared for it."""
+
+    def __init__(self, shared: list[NamedMemory | GpuMemory], budget: Budget) -> None:
+        self._shared = shared
+        self._budget = budget
+        self._nested = 0
+        self._names: dict[tuple[str, str], Any] = _DTYPES | {
+            (one.module, one.name): one
+            for one in (
+                *_CLASSES,
+                Name(_REDUCTIONS, "rebuild_storage_filename", self._named_storage),
+                Name(_REDUCTIONS, "rebuild_cuda_tensor", self._gpu_tensor),
+                Name("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified", self._gpu_tensor),
+                Name("sglang.srt.patch_torch", "_rebuild_cuda_tensor_modified", self._gpu_tensor),
+            )
+        }
+
+    def read(
+        self, payload: bytes | bytearray | memoryview, load_format: str | None
+    ) -> Iterator[tuple[str, SharedTensor]]:
+        value = self._read(payload)
+        found = self._bucket(value) if load_format == FLATTENED else self._list(value)
+        names = set[str]()
+        for name, tensor in found:
+            if type(name) is not str or not checked_name(name):
+                raise Refused(f"a tensor whose name is {kind_of(name)} that no tensor can have")
+            if name in names:
+                raise Refused(f"the tensor {name} twice")
+            if len(names) == MAX_TENSORS:
+                raise Refused(f"more than {MAX_TENSORS} tensors")
+            names.add(name)
+            yield name, tensor
+
+    def _read(self, payload: bytes | bytearray | memoryview) -> Any:
+        return read_pickle(memoryview(payload), self._names, _FORBIDDEN, self._budget)
+
+    # ---- the shapes of an element ----
+
+    def _list(self, value: Any) -> Iterator[tuple[Any, SharedTensor]]:
+        if type(value) is not list:
+            raise Refused(f"{kind_of(value)} where load_format null or direct has a list of (name, tensor)")
+        for pair in value:
+            if type(pair) not in (tuple, list) or len(pair) != 2:
+                raise Refused(f"{kind_of(pair)} where a list has (name, tensor)")
+            name, tensor = pair
+            if type(tensor) is Record and tensor.of is _LOCAL:
+                tensor = self._local(tensor)
+            if type(tensor) is not SharedTensor:
+                raise Refused(f"{kind_of(tensor)} as a tensor")
+            yield name, tensor
+
+    def _local(self, record: Record) -> SharedTensor:
+        """The tensor of the first rank. Those of the other ranks must be like it."""
+        values = record.fields.get("values")
+        if type(values) is not list or not values or any(type(one) is not bytes for one in values):
+            raise Refused("a LocalSerializedTensor without a list of bytes")
+        self._nested += len(values)
+        if self._nested > MAX_NESTED:
+            raise Refused(f"more than {MAX_NESTED} pickles in a pickle")
+        tensors = [self._read(one) for one in values]
+        if any(type(one) is not SharedTensor for one in tensors):  # so no pickle is nested deeper
+            raise Refused("a LocalSerializedTensor of something else than a tensor")
+        first: SharedTensor = tensors[0]
+        if any(one.spec != first.spec for one in tensors):
+            raise Refused("a LocalSerializedTensor whose ranks have different tensors")
+        return first
+
+    def _bucket(self, value: Any) -> Iterator[tuple[Any, SharedTensor]]:
+        if type(value) is not dict or sorted(value) != ["flattened_tensor", "metadata"]:
+            raise Refused(f"{kind_of(value)} that is no flattened bucket")
+        whole, metadata = value["flattened_tensor"], value["metadata"]
+        if type(whole) is not SharedTensor or len(whole.spec.shape) != 1 or whole.strides is not None:
+            raise Refused("a flattened_tensor that is not one contiguous tensor with one axis")
+        if type(metadata) is not list:
+            raise Refused(f"{kind_of(metadata)} as metadata")
+        for one in metadata:
+            if type(one) is not Record or one.of is not _METADATA:
+                raise Refused(f"{kind_of(one)} as metadata of a tensor")
+            yield one.fields.get("name"), _of_bucket(whole, one)
+
+    # ---- calls ----
+
+    def _named_storage(self, arguments: tuple[Any, ...]) -> _Storage:
+        """`rebuild_storage_filename(cls, manager, handle, size)`"""
+        of, manager, handle, size = _checked("a shared storage", arguments, Name, bytes, bytes, int)
+        if of is not _STORAGE or not manager:
+            raise Refused(f"a storage of {of}")
+        try:
+            memory = NamedMemory(name=handle.decode("ascii").removeprefix("/"), nbytes=size)
+        except (UnicodeDecodeError, ValidationError):
+            raise Refused("shared memory without a name of torch's, such as /torch_1_2_3, and a size") from None
+        self._shared.append(memory)
+        return _Storage(memory)
+
+    def _gpu_tensor(self, arguments: tuple[Any, ...]) -> SharedTensor:
+        """`rebuild_cuda_tensor(…)` with its 15 arguments"""
+        if len(arguments) != 15:
+            raise Refused(f"a CUDA tensor with {len(arguments)} values instead of 15")
+        of, size, strides, offset, storage, dtype, device, handle, nbytes, start, grad, *counted = arguments
+        if type(device) is int:
+            raise Refusal(
+                "a CUDA tensor names its GPU by a number, which may mean another GPU here",
+                "call sglang.srt.utils.patch_torch.monkey_patch_torch_reductions() in the trainer first",
+            )
+        _check_class(of)
+        if storage not in _STORAGES or type(dtype) is not _Dtype or type(grad) is not bool:
+            raise Refused("a CUDA tensor of an unknown storage")
+        counter, counter_offset, event, event_sync = counted
+        if nbytes == 0 and type(nbytes) is int:
+            return _tensor(dtype, size, strides, offset, None)
+        if not all(type(one) is bytes for one in (handle, counter, event)):
+            raise Refused("a CUDA tensor without its handles")
+        try:
+            memory = GpuMemory(
+                gpu=device,
+                memory=handle.hex(),
+                nbytes=nbytes,
+                offset=start,
+                counter=counter.decode("ascii"),
+                counter_offset=counter_offset,
+                event=event.hex(),
+                event_sync=event_sync,
+            )
+        except (UnicodeDecodeError, ValidationError):
+            raise Refused("a CUDA tensor whose handles are not torch's") from None
+        self._shared.append(memory)
+        return _tensor(dtype, size, strides, offset, memory)
+
+
+def _checked(what: str, arguments: tuple[Any, ...], *types: type) -> tuple[Any, ...]:
+    if [type(one) for one in arguments] != list(types):
+        given = ", ".join(kind_of(one) for one in arguments[:8])
+        raise Refused(f"{what} of {given or 'nothing'}")
+    return arguments
+
+
+def _check_class(of: Any) -> None:
+    if of not in _TENSORS:
+        raise Refused(f"a tensor of the class {kind_of(of)}")
+
+
+def _ints(value: Any, most: int) -> bool:
+    return type(value) is tuple and len(value) <= most and all(type(one) is int for one in value)
+
+
+def _size(arguments: tuple[Any, ...]) -> _Size:
+    (sides,) = _checked("a shape", arguments, tuple)
+    if not _ints(sides, MAX_RANK) or not all(0 <= side < MAX_SIDE for side in sides):
+        raise Refused("a shape that no weight can have")
+    return _Size(sides)
+
+
+def _empty_storage(arguments: tuple[Any, ...]) -> _Storage:
+    (of,) = _checked("an empty storage", arguments, Name)
+    if of is not _STORAGE:
+        raise Refused(f"a storage of {of}")
+    return _Storage(None)
+
+
+def _typed_storage(arguments: tuple[Any, ...]) -> _TypedStorage:
+    storage, dtype = _checked("a typed storage", arguments, _Storage, _Dtype)
+    return _TypedStorage(storage.memory, dtype)
+
+
+def _cpu_tensor(arguments: tuple[Any, ...]) -> SharedTensor:
+    """`rebuild_tensor(cls, storage, (offset, size, strides, requires_grad))`"""
+    of, storage, metadata = _checked("a tensor", arguments, Name, _TypedStorage, tuple)
+    _check_class(of)
+    offset, size, strides, _ = _checked("a tensor's shape", metadata, int, _Size, tuple, bool)
+    return _tensor(storage.dtype, size, strides, offset, storage.memory)
+
+
+def _tensor(
+    dtype: _Dtype, size: Any, strides: Any, offset: Any, memory: NamedMemory | GpuMemory | None
+) -> SharedTensor:
+    """Checks that a tensor lies within its memory."""
+    if type(size) is not _Size or not _ints(strides, MAX_RANK) or len(strides) != len(size.sides):
+        raise Refused("a tensor whose strides do not fit its shape")
+    if type(offset) is not int or not all(0 <= one < MAX_SIDE for one in (offset, *strides)):
+        raise Refused("a tensor with a negative or endless stride or offset")
+    spec, width = TensorSpec(dtype.name, size.sides), DTYPE_BYTES[dtype.name]
+    if spec.nbytes == 0:
+        return SharedTensor(spec, None, 0, None)
+    last = offset + sum((side - 1) * stride for side, stride in zip(size.sides, strides, strict=True))
+    if memory is None or (last + 1) * width > memory.nbytes:
+        raise Refused("a tensor that does not lie within its memory")
+    packed = is_contiguous(size.sides, strides)
+    return SharedTensor(spec, memory, offset * width, None if packed else tuple(strides))
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements lie side by side in row-major order. The stride of an axis with one element is free."""
+    axes = [(side, stride) for side, stride in zip(shape, strides, strict=True) if side != 1]
+    inner = not axes or axes[-1][1] == 1
+    return inner and all(outer[1] == after[0] * after[1] for outer, after in pairwise(axes))
+
+
+def _of_bucket(whole: SharedTensor, one: Record) -> SharedTensor:
+    """A tensor of a flattened bucket. `start_idx` and `end_idx` count elements of the bucket."""
+    fields = one.fields
+    size, dtype, first, end = (fields.get(name) for name in ("shape", "dtype", "start_idx", "end_idx"))
+    if type(size) is not _Size or type(dtype) is not _Dtype or type(first) is not int or type(end) is not int:
+        raise Refused("metadata of a tensor with values of another kind")
+    spec, width = TensorSpec(dtype.name, size.sides), DTYPE_BYTES[whole.spec.dtype]
+    if not 0 <= first <= end <= whole.spec.shape[0] or (end - first) * width != spec.nbytes:
+        raise Refused("metadata of a tensor that is not where it says in its bucket")
+    if spec.nbytes == 0:
+        return SharedTensor(spec, None, 0, None)
+    return SharedTensor(spec, whole.memory, whole.start + first * width, None)
+
+
+_STORAGE = Name("torch.storage", "UntypedStorage")
+_STORAGES = (_STORAGE, Name("torch.storage", "TypedStorage"))
+_TENSORS = (Name("torch", "Tensor"), Name("torch.nn.parameter", "Parameter"))
+_METADATA_FIELDS = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
+_METADATA = Name("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata", fields=_METADATA_FIELDS)
+_LOCAL = Name(
+    "sglang.srt.model_executor.model_runner_components.weight_updater",
+    "LocalSerializedTensor",
+    fields=("values",),
+)
+_CLASSES = (
+    *_STORAGES,
+    *_TENSORS,
+    _METADATA,
+    _LOCAL,
+    Name("torch", "Size", _size),
+    Name(_REDUCTIONS, "rebuild_storage_empty", _empty_storage),
+    Name(_REDUCTIONS, "rebuild_typed_storage", _typed_storage),
+    Name(_REDUCTIONS, "rebuild_tensor", _cpu_tensor),
+)
+
+_DTYPES = {("torch", name): _Dtype(dtype) for name, dtype in PART_DTYPES.items()}
+
+_FORBIDDEN = {
+    (_REDUCTIONS, "rebuild_storage_fd"): Refusal(
+        "the tensors are shared by file descriptors, which only a child of the trainer can get", SHARING_FIX
+    ),
+}

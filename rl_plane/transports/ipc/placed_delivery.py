@@ -1,0 +1,196 @@
+"""Copies tensors that lie where a trainer's request says, part by part: in named shared memory, or on a GPU.
+
+A request is `{backend: ipc, in_parts: true}`. Each part has `places` and `memories` (`rl_plane.protocol.
+shared_tensors`). The memory is the trainer's, which keeps it unchanged until the part is answered. Memory on a GPU is
+opened by torch's own calls (`torch_cuda`); this has NOT yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported
+from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory, Place
+from rl_plane.protocol.update_requests import ReceivePart
+from rl_plane.protocol.versions import DTYPE_BYTES, DigestAlgorithm, HostTensor, TensorSpec
+from rl_plane.transports.announced_delivery import AnnouncedDelivery, Coming
+from rl_plane.transports.ipc.cuda_buffers import Handle, opened, release
+from rl_plane.transports.ipc.in_place import read_memory
+from rl_plane.transports.ipc.named_memory import HEADER_BYTES, opened_memory
+from rl_plane.transports.ipc.torch_cuda import TorchCuda
+from rl_plane.weights.read_ahead import host_memory
+
+AGAIN = "send the whole update again"
+
+Read = Callable[[int, memoryview], str | None]
+"""`(start, into)`: reads bytes of one memory from an offset on. Returns their hex digest, if it was computed."""
+
+
+class PlacedDelivery(AnnouncedDelivery[ReceivePart]):
+    """A delivery in which each part says where its tensors lie."""
+
+    def __init__(self, cuda: TorchCuda) -> None:
+        super().__init__(AGAIN)
+        self._cuda = cuda
+
+    def _source(self, part: ReceivePart) -> ReceivePart:
+        if part.names and part.places is None:
+            raise InvalidRequest(
+                "this update comes by places, not by broadcasts",
+                field="places",
+                fix="say for each tensor where it lies",
+            )
+        for name, spec, place in _placed(part):
+            _check_place(name, spec, place, part.memories)
+        for memory in part.memories:
+            if isinstance(memory, NamedMemory):
+                with opened_memory(memory):
+                    pass
+            else:
+                _check_gpu(self._cuda, memory)
+        return part
+
+    def _received(self, coming: Coming[ReceivePart]) -> Iterator[tuple[str, HostTensor]]:
+        part = coming.source
+        with ExitStack() as held:
+            on_gpu = self._opened_on_gpu(part, held)
+            number, read = -1, None
+            with ExitStack() as last:
+                for name, spec, place in _placed(part):
+                    if self.cancelled() or coming.cancelled():
+                        raise EngineFailed("staging was cancelled")
+                    if place is not None and place.memory != number:
+                        last.close()  # one at a time: a process may open 1024 files by default
+                        number, memory = place.memory, part.memories[place.memory]
+                        if isinstance(memory, NamedMemory):
+                            read = _reader_of(last.enter_context(opened_memory(memory)), self.algorithm)
+                        else:
+                            read = on_gpu[number]
+                    yield name, self._read(name, spec, place, read)
+
+    def _read(self, name: str, spec: TensorSpec, place: Place | None, read: Read | None) -> HostTensor:
+        into = None if self.places is None else self.places(name, spec)
+        if into is None or into.nbytes != spec.nbytes:
+            into = host_memory(spec.nbytes)
+        if place is None or read is None:
+            return HostTensor(spec, into, owned=True)
+        digest = None
+        try:
+            if place.strides is None:
+                digest = read(place.start, into)
+            else:
+                width = DTYPE_BYTES[spec.dtype]
+                span = host_memory(_span(spec, place.strides) * width)
+                read(place.start, span)
+                _gather(span, spec, place.strides, into)
+        except ValueError as error:
+            raise InvalidWeights(f"{name} can't be read: {error}", field="places", fix=AGAIN) from error
+        return HostTensor(spec, into, owned=True, digest=digest)
+
+    def _opened_on_gpu(self, part: ReceivePart, held: ExitStack) -> dict[int, Read]:
+        """Opens the shares of a part, each once. They are closed with `held`, and the unused ones are released."""
+        shares = {number: one for number, one in enumerate(part.memories) if isinstance(one, GpuMemory)}
+        found: dict[int, Read] = {}
+        for uuid in sorted({one.gpu for one in shares.values()}):
+            numbers = [number for number, one in shares.items() if one.gpu == uuid]
+            tensors = opened(self._cuda, [_handle(shares[number]) for number in numbers], uuid)
+            held.callback(self._cuda.collect)
+            held.callback(tensors.clear)
+            for at, number in enumerate(numbers):
+                found[number] = _gpu_reader(self._cuda, uuid, tensors, at)
+        release(self._cuda, [_handle(one) for one in part.unused])
+        return found
+
+    def close(self) -> None:
+        self.ended = True
+
+
+def _placed(part: ReceivePart) -> Iterator[tuple[str, TensorSpec, Place | None]]:
+    yield from zip(part.names, part.specs, part.places or (), strict=True)
+
+
+def _check_place(name: str, spec: TensorSpec, place: Place | None, memories: Sequence[Any]) -> None:
+    """Checks that a tensor lies within its memory. Raises InvalidRequest."""
+    if place is None and spec.nbytes == 0:
+        return
+    if place is None or place.memory >= len(memories):
+        raise _wrong(f"{name} lies in no memory of this part")
+    strides = place.strides
+    if strides is not None and (len(strides) != len(spec.shape) or any(not 0 <= one < 1 << 40 for one in strides)):
+        raise _wrong(f"{name} has strides that do not fit its shape")
+    nbytes = spec.nbytes if strides is None else _span(spec, strides) * DTYPE_BYTES[spec.dtype]
+    if spec.nbytes and place.start + nbytes > memories[place.memory].nbytes:
+        raise _wrong(f"{name} does not lie within its memory")
+
+
+def _wrong(what: str) -> InvalidRequest:
+    return InvalidRequest(what, field="places", fix="describe the tensor as it is")
+
+
+def _check_gpu(cuda: TorchCuda, memory: GpuMemory) -> None:
+    """Raises Unsupported if this process does not see the GPU, InvalidRequest if the handles are not CUDA's."""
+    if not cuda.uuids:
+        raise Unsupported(
+            "the tensors are on a GPU, and this worker's machine has no CUDA",
+            field="memories",
+            fix="send CPU tensors, or run the workers on the GPUs of the trainer",
+        )
+    if memory.gpu not in cuda.uuids:
+        raise Unsupported(
+            f"the tensors are on the GPU {memory.gpu}, which this worker does not see",
+            field="memories",
+            fix="let CUDA_VISIBLE_DEVICES of the worker name it, or send the weights another way",
+        )
+    try:
+        _handle(memory)
+    except ValueError as error:
+        raise InvalidRequest(f"{error}", field="memories", fix="send the tensors again") from error
+
+
+def _handle(memory: GpuMemory) -> Handle:
+    wire = [
+        bytes.fromhex(memory.memory),
+        memory.nbytes,
+        memory.offset,
+        memory.counter.encode(),
+        memory.counter_offset,
+        bytes.fromhex(memory.event),
+        memory.event_sync,
+    ]
+    return Handle.from_wire(wire, memory.nbytes)
+
+
+def _reader_of(descriptor: int, algorithm: DigestAlgorithm) -> Read:
+    def read(start: int, into: memoryview) -> str:
+        # Not mapped: if the trainer made the memory shorter, a read of a map would kill this process.
+        return read_memory(descriptor, HEADER_BYTES + start, into, algorithm)
+
+    return read
+
+
+def _gpu_reader(cuda: TorchCuda, uuid: str, tensors: Sequence[Any], at: int) -> Read:
+    def read(start: int, into: memoryview) -> None:
+        import torch
+
+        torch.frombuffer(into, dtype=torch.uint8).copy_(tensors[at][start : start + into.nbytes])
+        cuda.synchronize(uuid)
+
+    return read
+
+
+def _span(spec: TensorSpec, strides: Sequence[int]) -> int:
+    """The elements from the first one to the last one in memory."""
+    if spec.nbytes == 0:
+        return 0
+    return 1 + sum((side - 1) * stride for side, stride in zip(spec.shape, strides, strict=True))
+
+
+def _gather(span: memoryview, spec: TensorSpec, strides: Sequence[int], into: memoryview) -> None:
+    """Copies the elements of a tensor with gaps side by side."""
+    import torch
+
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[DTYPE_BYTES[spec.dtype]]
+    elements = torch.frombuffer(span, dtype=dtype).as_strided(spec.shape, tuple(strides))
+    torch.frombuffer(into, dtype=dtype).view(spec.shape).copy_(elements)

@@ -1,0 +1,95 @@
+"""A trainer in a process of its own that sends tensors to SGLang's `/update_weights_from_tensor` as slime, miles, verl
+and NeMo-RL do: by SGLang's own serializer, from memory that it shares. For tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.support.commanded_process import CommandedProcess, serve
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+
+class SharingTrainer(CommandedProcess):
+    """The handle of the trainer's process."""
+
+    def __init__(self, plane: Plane, strategy: str = "file_system") -> None:
+        super().__init__(plane, "tests.support.sharing_trainer", [strategy], imports="sglang")
+
+    async def shared(
+        self, directory: Path, *, parts: int = 1, part: int = 0, how: str = "list", ranks: int = 1
+    ) -> Any:
+        """The elements of one call, in base64. The trainer keeps the tensors until `drop`.
+
+        Args:
+            directory: a checkpoint.
+            parts: into how many calls its tensors are divided.
+            part: the number of this call.
+            how: `list`, `local` (a LocalSerializedTensor for each tensor), `bucket`, `transposed` (each matrix lies
+                column by column in memory), `parameters`.
+            ranks: the number of elements.
+        """
+        return await self.do("shared", [str(directory), parts, part, how, ranks])
+
+    async def drop(self) -> list[str]:
+        """Frees the tensors. Returns the shared memory that this trainer still has."""
+        names: list[str] = await self.do("drop")
+        return names
+
+
+class _Trainer:
+    def __init__(self, strategy: str) -> None:
+        import torch.multiprocessing
+
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        self._kept: list[Any] = []
+
+    def shared(self, argument: list[Any]) -> list[str]:
+        import torch
+        from safetensors.torch import load_file
+        from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        directory, parts, part, how, ranks = argument
+        tensors = load_file(Path(directory) / "model.safetensors")
+        named: list[tuple[str, Any]] = [(name, tensors[name]) for name in sorted(tensors)[part::parts]]
+        value: Any = named
+        if how == "transposed":
+            value = [(name, one.t().contiguous().t() if one.dim() == 2 else one) for name, one in named]
+        if how == "parameters":
+            value = [(name, torch.nn.Parameter(one)) for name, one in named]
+        if how == "local":
+            values = [[MultiprocessingSerializer.serialize(one) for _ in range(ranks)] for _, one in named]
+            value = [(name, LocalSerializedTensor(one)) for (name, _), one in zip(named, values, strict=True)]
+        if how == "bucket":
+            bucket = FlattenedTensorBucket(named_tensors=named)
+            value = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+        self._kept += [value, named]
+        return [MultiprocessingSerializer.serialize(value, output_str=True) for _ in range(ranks)]
+
+    def drop(self, argument: None) -> list[str]:
+        import os
+
+        self._kept.clear()
+        return [one.name for one in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
+
+
+def _serve() -> None:
+    with contextlib.redirect_stdout(sys.stderr):  # the answers' own pipe
+        trainer = _Trainer(*json.loads(sys.argv[1]))
+
+    def do(what: str, argument: Any) -> Any:
+        with contextlib.redirect_stdout(sys.stderr):
+            return getattr(trainer, what)(argument)
+
+    serve(do)
+
+
+if __name__ == "__main__":
+    _serve()
