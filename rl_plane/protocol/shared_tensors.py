@@ -48,8 +48,8 @@ class GpuMemory(Body):
     event_sync: bool
 
 
-class Place(Body):
-    """Where a tensor lies."""
+class TensorPlace(Body):
+    """The place of a tensor in memory."""
 
     memory: int = Field(ge=0)
     """The number of its memory, in the `memories` of the part."""

@@ -12,7 +12,7 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary, OnCanaryFailure, PolicyCanary
 from rl_plane.protocol.record import DecisionRecord, Encoding, PauseMode, VersionSource
 from rl_plane.protocol.relay import RelayPlan, SourceUse
-from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory, Place
+from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory, TensorPlace
 from rl_plane.protocol.validation import (
     DIGEST,
     LABEL_CHARS,
@@ -310,7 +310,7 @@ class Part(Body):
     sends."""
     memories: list[NamedMemory | GpuMemory] = Field([], max_length=MAX_PART_MEMORIES)
     """The memory in which the tensors lie, for the transport `ipc`."""
-    places: list[Place | None] | None = None
+    places: list[TensorPlace | None] | None = None
     """For the transport `ipc`: where each tensor lies. None for a tensor that is empty."""
     unused: list[GpuMemory] = Field([], max_length=MAX_PART_MEMORIES)
     """Further shares of the trainer's GPU memory, for other ranks. They are released unread."""

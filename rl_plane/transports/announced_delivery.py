@@ -30,7 +30,7 @@ class Coming(Generic[S]):
 
     part: ReceivePart
     source: S
-    """Where its bytes come from."""
+    """The place that its bytes come from."""
     deadline: float
     """Monotonic seconds."""
     cancelled: Cancelled

@@ -23,7 +23,7 @@ from tests.support import ipc_memory as ipc
 from tests.support import nixl_trainers as nixl
 from tests.support.broadcast_updates import free_port
 from tests.support.commanded_process import CommandedProcess
-from tests.support.dialect_facade import facade
+from tests.support.dialect_facade import facade, fine
 from tests.support.fleet_updates import all_serve, states, update_of
 from tests.support.group_pushes import Pushing
 from tests.support.ipc_memory import trainer_of
@@ -42,6 +42,7 @@ from tests.support.mixed_fleet import (
     witnessed,
 )
 from tests.support.nixl_trainers import trainer
+from tests.support.sharing_trainer import SharingTrainer
 from tests.support.streaming_client import Streaming
 from tests.support.vllm_trainer import VllmTrainer
 from worker.exit_codes import ENGINE_DEAD
@@ -51,6 +52,9 @@ from worker.testing.tiny_model import witness_next_token
 __all__ = ["client", "http", "mixed", "trainer", "trainer_of"]
 
 pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.alone, pytest.mark.timeout(600)]
+
+PARTS = 3
+"""The calls of an update."""
 
 
 # by which ways weights come, into all three at once
@@ -90,6 +94,29 @@ async def test_what_a_trainer_says_to_one_sglang_server(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     await each_transport.bring_call_by_call(mixed, client, http)
+
+
+async def test_tensors_that_a_trainer_shares_by_sglangs_serializer(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    """A list, a list that SGLang takes directly, and flattened buckets: each in three calls, from another process."""
+    await mixed.witnessed(client)
+    ways = (("list", None, 2), ("parameters", "direct", 3), ("bucket", "flattened_bucket", 2))
+    with SharingTrainer(mixed.plane) as own:
+        async with facade(mixed.plane) as admin:
+            for how, load_format, seed in ways:
+                for part in range(PARTS):
+                    elements = await own.shared(mixed.base(seed), parts=PARTS, part=part, how=how, ranks=2)
+                    body = {
+                        "serialized_named_tensors": elements,
+                        "load_format": load_format,
+                        "weight_version": how,
+                    }
+                    told = fine(await admin.post("/update_weights_from_tensor", json=body))
+                    assert ("weight_version" in told) == (part == PARTS - 1)
+                    assert await own.drop() == []
+                await proven(http, mixed, how, mixed.base(seed))
+    await mixed.witnessed(client)
 
 
 @pytest.mark.engines("nixl")
@@ -217,8 +244,9 @@ async def test_trainers_own_clients_drive_all_three(
 async def test_verls_own_client_drives_all_three(
     client: RlClient, http: httpx.AsyncClient, mixed: Mixed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """verl's unchanged client of one SGLang sends buckets and adapters as safetensors. Its pickles are refused. One
-    worker is killed between two buckets, which only the frontend has yet, and another while all workers stage them."""
+    """verl's unchanged client of one SGLang sends buckets and adapters as safetensors, and tensors that it shares by
+    SGLang's serializer. A pickle of anything else is refused. One worker is killed between two buckets, which only the
+    frontend has yet, and another while all workers stage them."""
     await mixed.witnessed(client)
     view = await client.view()
     holds = mixed.plane.tmp / "holds"
@@ -237,8 +265,13 @@ async def test_verls_own_client_drives_all_three(
 
     async with facade(mixed.plane) as steered:
         with verl_client.VerlClient(mixed.plane, str(steered.base_url), mixed.first) as verl:
-            with pytest.raises(PlaneError, match="501"):
+            with pytest.raises(PlaneError, match="400"):
                 await verl.do("pickled")
+            await verl.do("shared", str(mixed.base(3)))
+            await verl.do("flush")
+            await served(3)
+            await verl.do("shared", str(mixed.base(1)))
+            await served(1)
             await verl.bucket(mixed.base(2), 0)
             doomed[0].kill()
             await mixed.plane.until(lambda: view.member(doomed[0].instance_id) is None)

@@ -84,13 +84,28 @@ class _Served:
         assert await self._client.flush_cache(), "it gave up"
 
     async def pickled(self, argument: None) -> None:
-        """Sends the pickled tensors that verl's client sends by default."""
+        """Sends a pickle of something else than tensors."""
         import pickle
 
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[pickle.dumps([("w", 1)])])
         await self._client.update_weights_from_tensor(request)
+
+    async def shared(self, argument: str) -> None:
+        """Sends all tensors as verl does by default: in SGLang's own serialization, from memory that it shares."""
+        import torch.multiprocessing
+        from safetensors.torch import load_file
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        tensors = load_file(Path(argument) / "model.safetensors")
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(list(tensors.items()))],
+            flush_cache=False,
+        )
+        assert (await self._client.update_weights_from_tensor(request))["success"] is True
 
     async def generate(self, argument: None) -> list[int]:
         sampling = {"max_new_tokens": TOKENS, "temperature": 0}

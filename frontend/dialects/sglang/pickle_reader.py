@@ -34,11 +34,11 @@ PROTOCOLS = (4, 5)
 _U2, _U4, _I4, _U8 = (struct.Struct(form) for form in ("<H", "<I", "<i", "<Q"))
 
 
-class Refused(ValueError):
+class UnreadablePickle(ValueError):
     """The pickle has something that this reader does not take. The message says what."""
 
 
-class Refusal(Refused):
+class ForbiddenPickle(UnreadablePickle):
     """A refusal with a fix of its own."""
 
     def __init__(self, what: str, fix: str) -> None:
@@ -53,8 +53,8 @@ class Name:
     module: str
     name: str
     call: Callable[[tuple[Any, ...]], Any] | None = None
-    """What a call of it becomes. Gets the arguments of the pickled call as plain values, and raises Refused if they are
-    wrong. None: it can't be called."""
+    """Makes the value of a call. Gets the arguments of the pickled call as plain values, and raises UnreadablePickle if
+    they are wrong. None: it can't be called."""
     fields: tuple[str, ...] | None = None
     """The attributes of its instances, all of which an instance must have. None: it has no instances."""
 
@@ -80,7 +80,7 @@ class Budget:
 Names = Mapping[tuple[str, str], Any]
 """(module, name) → what the name stands for: a Name, or a value of the caller's."""
 
-Forbidden = Mapping[tuple[str, str], Refusal]
+Forbidden = Mapping[tuple[str, str], ForbiddenPickle]
 """Names that are refused with a fix of their own."""
 
 
@@ -91,7 +91,7 @@ def read_pickle(data: memoryview | bytes, names: Names, forbidden: Forbidden, bu
     The values may share parts, and a list may contain itself. So a caller must never walk them without a bound.
 
     Raises:
-        Refused: the pickle has anything else, is not whole, or is beyond a bound.
+        UnreadablePickle: the pickle has anything else, is not whole, or is beyond a bound.
     """
     return _Reader(memoryview(data), names, forbidden).read(budget)
 
@@ -111,9 +111,9 @@ class _Reader:
 
     def read(self, budget: Budget) -> Any:
         if self._data.nbytes > MAX_PICKLE_BYTES:
-            raise Refused(f"a pickle of {self._data.nbytes} bytes; at most {MAX_PICKLE_BYTES} are read")
+            raise UnreadablePickle(f"a pickle of {self._data.nbytes} bytes; at most {MAX_PICKLE_BYTES} are read")
         if self._data.nbytes < 2 or self._data[0] != 0x80 or self._data[1] not in PROTOCOLS:
-            raise Refused("no pickle of the protocol 4 or 5")
+            raise UnreadablePickle("no pickle of the protocol 4 or 5")
         self._at = 2
         while budget.opcodes > 0:
             budget.opcodes -= 1
@@ -122,17 +122,17 @@ class _Reader:
                 return self._end()
             step = _STEPS.get(code)
             if step is None:
-                raise Refused(f"the pickle opcode {_shown(code)} at byte {self._at - 1}")
+                raise UnreadablePickle(f"the pickle opcode {_shown(code)} at byte {self._at - 1}")
             step(self)
             if len(self._stack) > MAX_STACK:
-                raise Refused(f"a pickle with more than {MAX_STACK} values on its stack")
-        raise Refused(f"more than {MAX_OPCODES} opcodes in the pickles of one call")
+                raise UnreadablePickle(f"a pickle with more than {MAX_STACK} values on its stack")
+        raise UnreadablePickle(f"more than {MAX_OPCODES} opcodes in the pickles of one call")
 
     def _end(self) -> Any:
         if self._at != self._data.nbytes:
-            raise Refused(f"{self._data.nbytes - self._at} bytes after the end of the pickle")
+            raise UnreadablePickle(f"{self._data.nbytes - self._at} bytes after the end of the pickle")
         if len(self._stack) != 1 or self._marks:
-            raise Refused(f"a pickle that ends with {len(self._stack)} values")
+            raise UnreadablePickle(f"a pickle that ends with {len(self._stack)} values")
         return self._stack[0]
 
     # ---- bytes, stack ----
@@ -140,7 +140,7 @@ class _Reader:
     def _take(self, count: int) -> memoryview:
         end = self._at + count
         if end > self._data.nbytes:
-            raise Refused("a pickle that ends too early")
+            raise UnreadablePickle("a pickle that ends too early")
         taken = self._data[self._at : end]
         self._at = end
         return taken
@@ -151,17 +151,17 @@ class _Reader:
 
     def _pop(self) -> Any:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            raise Refused("a pickle that takes a value from an empty stack")
+            raise UnreadablePickle("a pickle that takes a value from an empty stack")
         return self._stack.pop()
 
     def _top(self) -> Any:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            raise Refused("a pickle that needs a value on an empty stack")
+            raise UnreadablePickle("a pickle that needs a value on an empty stack")
         return self._stack[-1]
 
     def _since_mark(self) -> list[Any]:
         if not self._marks:
-            raise Refused("a pickle that closes a mark it has not set")
+            raise UnreadablePickle("a pickle that closes a mark it has not set")
         start = self._marks.pop()
         found = self._stack[start:]
         del self._stack[start:]
@@ -171,11 +171,11 @@ class _Reader:
 
     def frame(self) -> None:
         if self._number(_U8) > self._data.nbytes - self._at:
-            raise Refused("a pickle whose frame ends after the pickle")
+            raise UnreadablePickle("a pickle whose frame ends after the pickle")
 
     def mark(self) -> None:
         if len(self._marks) >= MAX_MARKS:
-            raise Refused(f"a pickle with more than {MAX_MARKS} open marks")
+            raise UnreadablePickle(f"a pickle with more than {MAX_MARKS} open marks")
         self._marks.append(len(self._stack))
 
     def push(self, value: Any) -> None:
@@ -184,20 +184,20 @@ class _Reader:
     def long1(self) -> None:
         count = self._take(1)[0]
         if count > MAX_INT_BYTES:
-            raise Refused(f"an integer of {count} bytes")
+            raise UnreadablePickle(f"an integer of {count} bytes")
         self.push(int.from_bytes(self._take(count), "little", signed=True))
 
     def text(self, count: int) -> None:
         if count > MAX_TEXT_BYTES:
-            raise Refused(f"a text of {count} bytes; at most {MAX_TEXT_BYTES} are read")
+            raise UnreadablePickle(f"a text of {count} bytes; at most {MAX_TEXT_BYTES} are read")
         try:
             self.push(str(self._take(count), "utf-8"))
         except UnicodeDecodeError:
-            raise Refused("a text that is not UTF-8") from None
+            raise UnreadablePickle("a text that is not UTF-8") from None
 
     def raw(self, count: int) -> None:
         if count > MAX_BYTES:
-            raise Refused(f"{count} bytes in one piece; at most {MAX_BYTES} are read")
+            raise UnreadablePickle(f"{count} bytes in one piece; at most {MAX_BYTES} are read")
         self.push(bytes(self._take(count)))
 
     def memoize(self) -> None:
@@ -205,7 +205,9 @@ class _Reader:
 
     def get(self, number: int) -> None:
         if number >= len(self._memo):
-            raise Refused(f"a pickle that asks for value {number} of its memo, which has {len(self._memo)}")
+            raise UnreadablePickle(
+                f"a pickle that asks for value {number} of its memo, which has {len(self._memo)}"
+            )
         self.push(self._memo[number])
 
     def tuple_of(self, count: int) -> None:
@@ -224,7 +226,7 @@ class _Reader:
     def _extend(self, items: list[Any]) -> None:
         into = self._top()
         if type(into) is not list:
-            raise Refused(f"a pickle that appends to {kind_of(into)}")
+            raise UnreadablePickle(f"a pickle that appends to {kind_of(into)}")
         into.extend(items)
 
     def set_item(self) -> None:
@@ -237,43 +239,43 @@ class _Reader:
     def _update(self, items: list[Any]) -> None:
         into = self._top()
         if type(into) is not dict:
-            raise Refused(f"a pickle that sets items of {kind_of(into)}")
+            raise UnreadablePickle(f"a pickle that sets items of {kind_of(into)}")
         if len(items) % 2:
-            raise Refused("a pickle that sets a key without a value")
+            raise UnreadablePickle("a pickle that sets a key without a value")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str:  # hashing any other value may take long
-                raise Refused(f"a dict with {kind_of(key)} as a key")
+                raise UnreadablePickle(f"a dict with {kind_of(key)} as a key")
             into[key] = value
 
     def named(self) -> None:
         name, module = self._pop(), self._pop()
         if type(module) is not str or type(name) is not str:
-            raise Refused("a name that is not two texts")
+            raise UnreadablePickle("a name that is not two texts")
         if (refusal := self._forbidden.get((module, name))) is not None:
-            raise Refusal(str(refusal), refusal.fix)
+            raise ForbiddenPickle(str(refusal), refusal.fix)
         found = self._names.get((module, name))
         if found is None:
-            raise Refused(f"the name {module[:100]!r} {name[:100]!r}, which is not part of a tensor")
+            raise UnreadablePickle(f"the name {module[:100]!r} {name[:100]!r}, which is not part of a tensor")
         self.push(found)
 
     def reduce(self) -> None:
         arguments, callee = self._pop(), self._pop()
         if type(callee) is not Name or callee.call is None or type(arguments) is not tuple:
-            raise Refused(f"a call of {callee if type(callee) is Name else kind_of(callee)}")
+            raise UnreadablePickle(f"a call of {callee if type(callee) is Name else kind_of(callee)}")
         self.push(callee.call(arguments))
 
     def new(self) -> None:
         arguments, of = self._pop(), self._pop()
         if type(of) is not Name or of.fields is None or type(arguments) is not tuple or arguments:
-            raise Refused(f"an instance of {of if type(of) is Name else kind_of(of)}")
+            raise UnreadablePickle(f"an instance of {of if type(of) is Name else kind_of(of)}")
         self.push(Record(of))
 
     def build(self) -> None:
         state, record = self._pop(), self._top()
         if type(record) is not Record or type(state) is not dict:
-            raise Refused(f"a state for {kind_of(record)}")
+            raise UnreadablePickle(f"a state for {kind_of(record)}")
         if record.fields or sorted(state) != sorted(record.of.fields or ()):
-            raise Refused(f"a {record.of} with other attributes than its own")
+            raise UnreadablePickle(f"a {record.of} with other attributes than its own")
         record.fields = dict(state)
 
 

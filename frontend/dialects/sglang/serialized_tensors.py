@@ -24,10 +24,10 @@ from pydantic import ValidationError
 
 from frontend.dialects.sglang.pickle_reader import (
     Budget,
+    ForbiddenPickle,
     Name,
     Record,
-    Refusal,
-    Refused,
+    UnreadablePickle,
     kind_of,
     read_pickle,
 )
@@ -70,7 +70,7 @@ class SharedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
-    """What one call brings."""
+    """The tensors of one call, and the memory that its trainer has shared for it."""
 
     tensors: tuple[tuple[str, SharedTensor], ...]
     """The tensors of the first element, in their order."""
@@ -96,9 +96,9 @@ def read_shared(payloads: Sequence[bytes | bytearray | memoryview], load_format:
     for number, payload in enumerate(payloads):
         try:
             found.append(tuple(_Element(shared, budget).read(payload, load_format)))
-        except Refusal as refusal:
+        except ForbiddenPickle as refusal:
             raise Unsupported(str(refusal), field=f"{FIELD}.{number}", fix=refusal.fix) from None
-        except Refused as refused:
+        except UnreadablePickle as refused:
             raise InvalidRequest(
                 f"it has {refused}. Only pickles of shared tensors are read, and nothing in them is run",
                 field=f"{FIELD}.{number}",
@@ -200,11 +200,11 @@ class _Element:
         names = set[str]()
         for name, tensor in found:
             if type(name) is not str or not checked_name(name):
-                raise Refused(f"a tensor whose name is {kind_of(name)} that no tensor can have")
+                raise UnreadablePickle(f"a tensor whose name is {kind_of(name)} that no tensor can have")
             if name in names:
-                raise Refused(f"the tensor {name} twice")
+                raise UnreadablePickle(f"the tensor {name} twice")
             if len(names) == MAX_TENSORS:
-                raise Refused(f"more than {MAX_TENSORS} tensors")
+                raise UnreadablePickle(f"more than {MAX_TENSORS} tensors")
             names.add(name)
             yield name, tensor
 
@@ -215,44 +215,46 @@ class _Element:
 
     def _list(self, value: Any) -> Iterator[tuple[Any, SharedTensor]]:
         if type(value) is not list:
-            raise Refused(f"{kind_of(value)} where load_format null or direct has a list of (name, tensor)")
+            raise UnreadablePickle(
+                f"{kind_of(value)} where load_format null or direct has a list of (name, tensor)"
+            )
         for pair in value:
             if type(pair) not in (tuple, list) or len(pair) != 2:
-                raise Refused(f"{kind_of(pair)} where a list has (name, tensor)")
+                raise UnreadablePickle(f"{kind_of(pair)} where a list has (name, tensor)")
             name, tensor = pair
             if type(tensor) is Record and tensor.of is _LOCAL:
                 tensor = self._local(tensor)
             if type(tensor) is not SharedTensor:
-                raise Refused(f"{kind_of(tensor)} as a tensor")
+                raise UnreadablePickle(f"{kind_of(tensor)} as a tensor")
             yield name, tensor
 
     def _local(self, record: Record) -> SharedTensor:
         """The tensor of the first rank. Those of the other ranks must be like it."""
         values = record.fields.get("values")
         if type(values) is not list or not values or any(type(one) is not bytes for one in values):
-            raise Refused("a LocalSerializedTensor without a list of bytes")
+            raise UnreadablePickle("a LocalSerializedTensor without a list of bytes")
         self._nested += len(values)
         if self._nested > MAX_NESTED:
-            raise Refused(f"more than {MAX_NESTED} pickles in a pickle")
+            raise UnreadablePickle(f"more than {MAX_NESTED} pickles in a pickle")
         tensors = [self._read(one) for one in values]
         if any(type(one) is not SharedTensor for one in tensors):  # so no pickle is nested deeper
-            raise Refused("a LocalSerializedTensor of something else than a tensor")
+            raise UnreadablePickle("a LocalSerializedTensor of something else than a tensor")
         first: SharedTensor = tensors[0]
         if any(one.spec != first.spec for one in tensors):
-            raise Refused("a LocalSerializedTensor whose ranks have different tensors")
+            raise UnreadablePickle("a LocalSerializedTensor whose ranks have different tensors")
         return first
 
     def _bucket(self, value: Any) -> Iterator[tuple[Any, SharedTensor]]:
         if type(value) is not dict or sorted(value) != ["flattened_tensor", "metadata"]:
-            raise Refused(f"{kind_of(value)} that is no flattened bucket")
+            raise UnreadablePickle(f"{kind_of(value)} that is no flattened bucket")
         whole, metadata = value["flattened_tensor"], value["metadata"]
         if type(whole) is not SharedTensor or len(whole.spec.shape) != 1 or whole.strides is not None:
-            raise Refused("a flattened_tensor that is not one contiguous tensor with one axis")
+            raise UnreadablePickle("a flattened_tensor that is not one contiguous tensor with one axis")
         if type(metadata) is not list:
-            raise Refused(f"{kind_of(metadata)} as metadata")
+            raise UnreadablePickle(f"{kind_of(metadata)} as metadata")
         for one in metadata:
             if type(one) is not Record or one.of is not _METADATA:
-                raise Refused(f"{kind_of(one)} as metadata of a tensor")
+                raise UnreadablePickle(f"{kind_of(one)} as metadata of a tensor")
             yield one.fields.get("name"), _of_bucket(whole, one)
 
     # ---- calls ----
@@ -261,32 +263,34 @@ class _Element:
         """`rebuild_storage_filename(cls, manager, handle, size)`"""
         of, manager, handle, size = _checked("a shared storage", arguments, Name, bytes, bytes, int)
         if of is not _STORAGE or not manager:
-            raise Refused(f"a storage of {of}")
+            raise UnreadablePickle(f"a storage of {of}")
         try:
             memory = NamedMemory(name=handle.decode("ascii").removeprefix("/"), nbytes=size)
         except (UnicodeDecodeError, ValidationError):
-            raise Refused("shared memory without a name of torch's, such as /torch_1_2_3, and a size") from None
+            raise UnreadablePickle(
+                "shared memory without a name of torch's, such as /torch_1_2_3, and a size"
+            ) from None
         self._shared.append(memory)
         return _Storage(memory)
 
     def _gpu_tensor(self, arguments: tuple[Any, ...]) -> SharedTensor:
         """`rebuild_cuda_tensor(…)` with its 15 arguments"""
         if len(arguments) != 15:
-            raise Refused(f"a CUDA tensor with {len(arguments)} values instead of 15")
+            raise UnreadablePickle(f"a CUDA tensor with {len(arguments)} values instead of 15")
         of, size, strides, offset, storage, dtype, device, handle, nbytes, start, grad, *counted = arguments
         if type(device) is int:
-            raise Refusal(
+            raise ForbiddenPickle(
                 "a CUDA tensor names its GPU by a number, which may mean another GPU here",
                 "call sglang.srt.utils.patch_torch.monkey_patch_torch_reductions() in the trainer first",
             )
         _check_class(of)
         if storage not in _STORAGES or type(dtype) is not _Dtype or type(grad) is not bool:
-            raise Refused("a CUDA tensor of an unknown storage")
+            raise UnreadablePickle("a CUDA tensor of an unknown storage")
         counter, counter_offset, event, event_sync = counted
         if nbytes == 0 and type(nbytes) is int:
             return _tensor(dtype, size, strides, offset, None)
         if not all(type(one) is bytes for one in (handle, counter, event)):
-            raise Refused("a CUDA tensor without its handles")
+            raise UnreadablePickle("a CUDA tensor without its handles")
         try:
             memory = GpuMemory(
                 gpu=device,
@@ -299,7 +303,7 @@ class _Element:
                 event_sync=event_sync,
             )
         except (UnicodeDecodeError, ValidationError):
-            raise Refused("a CUDA tensor whose handles are not torch's") from None
+            raise UnreadablePickle("a CUDA tensor whose handles are not torch's") from None
         self._shared.append(memory)
         return _tensor(dtype, size, strides, offset, memory)
 
@@ -307,13 +311,13 @@ class _Element:
 def _checked(what: str, arguments: tuple[Any, ...], *types: type) -> tuple[Any, ...]:
     if [type(one) for one in arguments] != list(types):
         given = ", ".join(kind_of(one) for one in arguments[:8])
-        raise Refused(f"{what} of {given or 'nothing'}")
+        raise UnreadablePickle(f"{what} of {given or 'nothing'}")
     return arguments
 
 
 def _check_class(of: Any) -> None:
     if of not in _TENSORS:
-        raise Refused(f"a tensor of the class {kind_of(of)}")
+        raise UnreadablePickle(f"a tensor of the class {kind_of(of)}")
 
 
 def _ints(value: Any, most: int) -> bool:
@@ -323,14 +327,14 @@ def _ints(value: Any, most: int) -> bool:
 def _size(arguments: tuple[Any, ...]) -> _Size:
     (sides,) = _checked("a shape", arguments, tuple)
     if not _ints(sides, MAX_RANK) or not all(0 <= side < MAX_SIDE for side in sides):
-        raise Refused("a shape that no weight can have")
+        raise UnreadablePickle("a shape that no weight can have")
     return _Size(sides)
 
 
 def _empty_storage(arguments: tuple[Any, ...]) -> _Storage:
     (of,) = _checked("an empty storage", arguments, Name)
     if of is not _STORAGE:
-        raise Refused(f"a storage of {of}")
+        raise UnreadablePickle(f"a storage of {of}")
     return _Storage(None)
 
 
@@ -352,15 +356,15 @@ def _tensor(
 ) -> SharedTensor:
     """Checks that a tensor lies within its memory."""
     if type(size) is not _Size or not _ints(strides, MAX_RANK) or len(strides) != len(size.sides):
-        raise Refused("a tensor whose strides do not fit its shape")
+        raise UnreadablePickle("a tensor whose strides do not fit its shape")
     if type(offset) is not int or not all(0 <= one < MAX_SIDE for one in (offset, *strides)):
-        raise Refused("a tensor with a negative or endless stride or offset")
+        raise UnreadablePickle("a tensor with a negative or endless stride or offset")
     spec, width = TensorSpec(dtype.name, size.sides), DTYPE_BYTES[dtype.name]
     if spec.nbytes == 0:
         return SharedTensor(spec, None, 0, None)
     last = offset + sum((side - 1) * stride for side, stride in zip(size.sides, strides, strict=True))
     if memory is None or (last + 1) * width > memory.nbytes:
-        raise Refused("a tensor that does not lie within its memory")
+        raise UnreadablePickle("a tensor that does not lie within its memory")
     packed = is_contiguous(size.sides, strides)
     return SharedTensor(spec, memory, offset * width, None if packed else tuple(strides))
 
@@ -377,10 +381,10 @@ def _of_bucket(whole: SharedTensor, one: Record) -> SharedTensor:
     fields = one.fields
     size, dtype, first, end = (fields.get(name) for name in ("shape", "dtype", "start_idx", "end_idx"))
     if type(size) is not _Size or type(dtype) is not _Dtype or type(first) is not int or type(end) is not int:
-        raise Refused("metadata of a tensor with values of another kind")
+        raise UnreadablePickle("metadata of a tensor with values of another kind")
     spec, width = TensorSpec(dtype.name, size.sides), DTYPE_BYTES[whole.spec.dtype]
     if not 0 <= first <= end <= whole.spec.shape[0] or (end - first) * width != spec.nbytes:
-        raise Refused("metadata of a tensor that is not where it says in its bucket")
+        raise UnreadablePickle("metadata of a tensor that is not where it says in its bucket")
     if spec.nbytes == 0:
         return SharedTensor(spec, None, 0, None)
     return SharedTensor(spec, whole.memory, whole.start + first * width, None)
@@ -410,7 +414,7 @@ _CLASSES = (
 _DTYPES = {("torch", name): _Dtype(dtype) for name, dtype in PART_DTYPES.items()}
 
 _FORBIDDEN = {
-    (_REDUCTIONS, "rebuild_storage_fd"): Refusal(
+    (_REDUCTIONS, "rebuild_storage_fd"): ForbiddenPickle(
         "the tensors are shared by file descriptors, which only a child of the trainer can get", SHARING_FIX
     ),
 }

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported
-from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory, Place
+from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory, TensorPlace
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import DTYPE_BYTES, DigestAlgorithm, HostTensor, TensorSpec
 from rl_plane.transports.announced_delivery import AnnouncedDelivery, Coming
@@ -70,7 +70,7 @@ class PlacedDelivery(AnnouncedDelivery[ReceivePart]):
                             read = on_gpu[number]
                     yield name, self._read(name, spec, place, read)
 
-    def _read(self, name: str, spec: TensorSpec, place: Place | None, read: Read | None) -> HostTensor:
+    def _read(self, name: str, spec: TensorSpec, place: TensorPlace | None, read: Read | None) -> HostTensor:
         into = None if self.places is None else self.places(name, spec)
         if into is None or into.nbytes != spec.nbytes:
             into = host_memory(spec.nbytes)
@@ -107,11 +107,11 @@ class PlacedDelivery(AnnouncedDelivery[ReceivePart]):
         self.ended = True
 
 
-def _placed(part: ReceivePart) -> Iterator[tuple[str, TensorSpec, Place | None]]:
+def _placed(part: ReceivePart) -> Iterator[tuple[str, TensorSpec, TensorPlace | None]]:
     yield from zip(part.names, part.specs, part.places or (), strict=True)
 
 
-def _check_place(name: str, spec: TensorSpec, place: Place | None, memories: Sequence[Any]) -> None:
+def _check_place(name: str, spec: TensorSpec, place: TensorPlace | None, memories: Sequence[Any]) -> None:
     """Checks that a tensor lies within its memory. Raises InvalidRequest."""
     if place is None and spec.nbytes == 0:
         return
