@@ -18,7 +18,7 @@ def pickled(value: bytes, *, bare: bool = False) -> bytes:
 
 def plain(value: Any) -> bytes:
     """The opcodes of plain values."""
-    out = pickle.dumps(value, 4)[2:-1]
+    out: bytes = pickle.dumps(value, 4)[2:-1]
     out = out[9:] if out[:1] == b"\x95" else out  # the frame
     return out.replace(b"\x94", b"") if not isinstance(value, bytes | str) else out.removesuffix(b"\x94")
 
