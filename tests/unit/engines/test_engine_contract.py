@@ -80,7 +80,7 @@ async def test_one_call_runs_every_check(options: EngineOptions, other: Path) ->
 
 
 class KeepsOldWeights(FakeEngine):
-    async def swap(self, staging: str, version: WeightVersion) -> bool:
+    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
         self.receiver.take(staging)
         self.set_version(version)
         return True
