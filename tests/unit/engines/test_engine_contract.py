@@ -22,6 +22,7 @@ from worker.testing.engine_contract import (
     aborts,
     check_close,
     check_engine,
+    kept_kv_is_told_and_used_by_no_other_request,
     labels_its_tokens,
     pause_keep_freezes,
     pause_wait_drains,
@@ -86,6 +87,11 @@ class KeepsOldWeights(FakeEngine):
         return True
 
 
+class AlwaysKeepsKv(FakeEngine):
+    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
+        return await super().swap(staging, version, keep_kv=True)
+
+
 class ForgetsLabels(FakeEngine):
     def set_version(self, version: WeightVersion) -> None:
         pass
@@ -115,6 +121,7 @@ class TakesAnyToken(FakeEngine):
     ("kind", "check"),
     [
         (KeepsOldWeights, swap_changes_tokens_and_nothing_else),
+        (AlwaysKeepsKv, kept_kv_is_told_and_used_by_no_other_request),
         (ForgetsLabels, labels_its_tokens),
         (NeverPauses, pause_keep_freezes),
         (NeverPauses, pause_wait_drains),
