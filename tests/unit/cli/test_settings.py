@@ -38,7 +38,7 @@ def test_an_empty_variable_is_unset_but_an_empty_flag_is_an_error() -> None:
 def test_a_switch_can_be_turned_off_against_its_variable() -> None:
     assert one("restart", RL_PLANE_RESTART="yes") is True
     assert one("restart", False, RL_PLANE_RESTART="1") is False
-    assert one("flush", RL_PLANE_FLUSH="0") is False
+    assert one("cast", RL_PLANE_CAST="0") is False
 
 
 def test_a_listener_can_be_off() -> None:
