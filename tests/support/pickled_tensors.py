@@ -30,7 +30,7 @@ def named(module: str, name: str) -> bytes:
 def call(module: str, name: str, arguments: Any, *, bare: bool = False) -> bytes:
     """A call. `arguments`: opcodes of each, plain values, or with `bare` the opcodes of the whole."""
     if bare:
-        return named(module, name) + arguments + b"R"
+        return named(module, name) + bytes(arguments) + b"R"
     items = [one if isinstance(one, _Opcodes) else plain(one) for one in arguments]
     return named(module, name) + b"(" + b"".join(items) + b"tR"
 
