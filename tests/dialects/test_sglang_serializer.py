@@ -4,6 +4,7 @@ what is served."""
 from __future__ import annotations
 
 import asyncio
+import base64
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -90,6 +91,9 @@ async def _commits_at_an_end(
         assert "are staged" in told["message"]
         assert fine(await http.post(ROUTE, json=body)) == told
         await trainer.drop()  # the trainer uses its bucket's memory again as soon as the call is answered
+    whole = base64.b64encode((witnesses.base(2) / "model.safetensors").read_bytes()).decode()
+    other = {"serialized_named_tensors": [whole], "load_format": "safetensors"}
+    assert "in another way" in refused(await http.post(ROUTE, json=other), 409)["message"]
     fine(await http.post("/continue_generation", json={}))
     await proven(http, ids, 1, "paused")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable, Unsupported
 from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory, TensorPlace
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import DTYPE_BYTES, DigestAlgorithm, HostTensor, TensorSpec
@@ -91,16 +91,21 @@ class PlacedDelivery(AnnouncedDelivery[ReceivePart]):
 
     def _opened_on_gpu(self, part: ReceivePart, held: ExitStack) -> dict[int, Read]:
         """Opens the shares of a part, each once. They are closed with `held`, and the unused ones are released."""
+        release(self._cuda, [_handle(one) for one in part.unused])
         shares = {number: one for number, one in enumerate(part.memories) if isinstance(one, GpuMemory)}
         found: dict[int, Read] = {}
         for uuid in sorted({one.gpu for one in shares.values()}):
             numbers = [number for number, one in shares.items() if one.gpu == uuid]
-            tensors = opened(self._cuda, [_handle(shares[number]) for number in numbers], uuid)
+            try:
+                tensors = opened(self._cuda, [_handle(shares[number]) for number in numbers], uuid)
+            except Exception as error:  # CUDA's errors have no common base
+                raise Unavailable(
+                    f"the trainer's memory on {uuid} can't be opened: {str(error)[:300]}", fix=AGAIN
+                ) from error
             held.callback(self._cuda.collect)
             held.callback(tensors.clear)
             for at, number in enumerate(numbers):
                 found[number] = _gpu_reader(self._cuda, uuid, tensors, at)
-        release(self._cuda, [_handle(one) for one in part.unused])
         return found
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import pytest
 from frontend.dialects.sglang import shared_counts
 from frontend.dialects.sglang.shared_counts import give_back
 from rl_plane._util.tasks import never
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unsupported
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable, Unsupported
 from rl_plane.protocol.shared_tensors import NamedMemory
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import TensorSpec, tensor_digest
@@ -24,7 +24,7 @@ from rl_plane.transports.ipc.named_memory import HEADER_BYTES, SHM, opened_memor
 from rl_plane.transports.ipc.placed_delivery import PlacedDelivery
 from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.transports.ipc.torch_cuda import TorchCuda
-from tests.support.host_cuda import GPUS, HostCuda
+from tests.support.host_cuda import GPUS, HostCuda, at_call
 
 torch = pytest.importorskip("torch")
 
@@ -263,6 +263,15 @@ def test_a_gpu_that_is_not_here() -> None:
     odd = {**shared_on(cuda, GPUS[0], torch.zeros(4)), "offset": 1}
     with pytest.raises(InvalidRequest, match="handle"):
         received(part(tensors, [odd]), cuda=cuda)
+
+
+def test_memory_on_a_gpu_that_can_not_be_opened() -> None:
+    cuda = HostCuda()
+    memory, unused = shared_on(cuda, GPUS[0], torch.zeros(4)), shared_on(cuda, GPUS[1], torch.zeros(4))
+    cuda.before["open"] = at_call(0, RuntimeError("CUDA error: invalid resource handle"))
+    with pytest.raises(Unavailable, match="can't be opened: CUDA error"):
+        received(part({"a": ("float32", [4], place(0))}, [memory], unused=[unused]), cuda=cuda)
+    assert cuda.held == []
 
 
 # ---- the uses that torch counts ----
