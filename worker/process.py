@@ -490,6 +490,7 @@ class WorkerProcess:
                 "max_model_len": info.max_model_len,
                 "transports": list(info.transports),
                 "lacks": lacking_fields(info.capabilities),
+                "max_prompt_top_logprobs": info.max_prompt_top_logprobs,
                 **({} if info.stage is None else {"stage": info.stage}),
                 "witnesses": info.witnesses,
                 **({} if self._nodes is None else {"nodes": self._nodes.rows()}),

@@ -251,6 +251,8 @@ class DescribeReply(TypedDict):
     """The number of adapters that may be loaded at once. None: the memory is the limit."""
     max_lora_rank: int | None
     """None: any."""
+    max_prompt_top_logprobs: int
+    """The largest number of likeliest tokens beside each token of a prompt."""
     tensors: int
     tied: list[str]
     """Names that a full checkpoint may have too, because the model ties them to other tensors. `tensors`,

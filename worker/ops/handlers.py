@@ -188,6 +188,7 @@ class OpHandlers:
             witnesses=self._info.witnesses,
             max_adapters=self._info.max_adapters,
             max_lora_rank=self._info.max_lora_rank,
+            max_prompt_top_logprobs=self._info.max_prompt_top_logprobs,
             tensors=len(spec),
             tied=sorted(self._info.tied),
             weight_bytes=sum(tensor.nbytes for tensor in spec.values()),

@@ -24,7 +24,7 @@ from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.spans import Label
-from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, no_cut_rows
+from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.sglang.args import parse_arguments
 from worker.engines.sglang.limits import check_model, lora_targets_on_cpu
 from worker.engines.sglang.lora_references import lora_reference
@@ -170,6 +170,7 @@ class SglangEngine(RankEngine[SglangProcess]):
             deterministic=arguments.enable_deterministic_inference,
             memory_saver=arguments.enable_memory_saver,
             max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,
+            max_prompt_top_logprobs=most_tops(config.vocab_size),
         )
 
     async def _ranks_answer(self) -> None:

@@ -24,7 +24,7 @@ from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.spans import Label
-from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, no_cut_rows
+from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.vllm.args import parse_arguments
 from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
@@ -121,6 +121,7 @@ class VllmEngine(RankEngine[VllmProcess]):
             memory_saver=bool(model.enable_sleep_mode),
             max_adapters=self._lora_places(),
             max_lora_rank=None if lora is None else int(lora.max_lora_rank),
+            max_prompt_top_logprobs=most_tops(model.get_vocab_size(), model.max_logprobs),
         )
 
     def _lacking(self) -> dict[str, str]:
