@@ -377,6 +377,38 @@ async def test_a_caller_that_leaves_ends_its_request_in_each_engine(
         await until_running(mixed.plane, client, instance_id, 0)
 
 
+async def test_the_load_that_engines_count_themselves(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    """vLLM and SGLang tell the use of their KV cache. `hf` does not, and then there is no number."""
+    rooms = {name: (await client.call(key, "describe")).body["kv_tokens"] for name, key in mixed.ids.items()}
+    assert rooms["hf"] is None
+    assert min(rooms["vllm"], rooms["sglang"]) > 1000
+    assert (await states(client))[mixed.ids["hf"]]["engine_load"] is None
+    for engine in ("vllm", "sglang"):
+        instance_id = mixed.ids[engine]
+
+        async def load(instance_id: str = instance_id) -> dict[str, Any]:
+            return (await states(client))[instance_id]["engine_load"] or {}
+
+        async def runs() -> bool:
+            found = await load()
+            return found.get("running") == 1 and 0 < found["kv_usage"] < 1
+
+        async def rests() -> bool:
+            found = await load()
+            return (found.get("running"), found.get("waiting")) == (0, 0)
+
+        body = {"max_tokens": ENDLESS[engine], "ignore_eos": True, "nvext": {"instance_id": instance_id}}
+        async with Streaming(http, **body) as stream:
+            await stream.until(lambda stream: len(stream.tokens) >= 5)
+            await mixed.plane.until(runs, END_S)
+        await mixed.plane.until(rests, END_S)
+        found = await load()
+        assert found["preemptions"] == (0 if engine == "vllm" else None)
+        assert (found["tokens_per_s"] is None) == (engine == "vllm")
+
+
 async def test_prompt_logprobs_are_the_references(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     # Not a witness: its logits are so large that one step of bfloat16 is more than the bound.
     weights = mixed.plane.tmp / "weights"

@@ -19,7 +19,7 @@ from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
-from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, FullEngine
+from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.rank_engine import RankEngine
@@ -171,6 +171,19 @@ class SglangEngine(RankEngine[SglangProcess]):
             memory_saver=arguments.enable_memory_saver,
             max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,
             max_prompt_top_logprobs=most_tops(config.vocab_size),
+            kv_tokens=engine._scheduler_init_result.scheduler_infos[0].get("max_total_num_tokens"),
+        )
+
+    async def engine_load(self) -> EngineLoad | None:
+        found = await self.process.ask(self.process.manager.get_loads())
+        if not found:
+            return None  # the scheduler has written nothing yet
+        load = found[0]
+        return EngineLoad(
+            running=load.num_running_reqs,
+            waiting=load.num_waiting_reqs,
+            kv_usage=load.token_usage,
+            tokens_per_s=load.gen_throughput,
         )
 
     async def _ranks_answer(self) -> None:
