@@ -95,7 +95,7 @@ async def test_a_worker_that_dies_later_leaves_its_tokens(plane: Plane, http: ht
     await until_running(plane, client, victim.instance_id, 1)
     async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         lines = response.aiter_lines()
-        tokens = []
+        tokens: list[int] = []
         while len(tokens) < 12:  # six times as long as a worker gathers the tokens of a whole reply
             tokens += (await next_event(lines))["choices"][0]["token_ids"]
         victim.kill()
