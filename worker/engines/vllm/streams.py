@@ -78,7 +78,9 @@ class Streams:
                 if request.prompt_logprobs and fresh and not made:
                     steps = output.prompt_logprobs or []
                     piece.prompt_logprobs = _prompt_logprobs(steps, prompt)
-                    piece.prompt_tops = _prompt_tops(steps, prompt, request.prompt_top_logprobs)
+                    # A thread packs them: there may be a million, and other requests wait for this loop.
+                    count = request.prompt_top_logprobs
+                    piece.prompt_tops = await asyncio.to_thread(_prompt_tops, steps, prompt, count)
                 if request.logprobs:
                     piece.logprobs = _logprobs(choice, fresh)
                     piece.tops = _tops(choice, fresh, request.top_logprobs)
