@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -22,6 +23,7 @@ from rl_plane.membership.core import Changed, Member
 from rl_plane.protocol.record import DesiredPause
 from rl_plane.protocol.subjects import LOCK, PAUSE, Entry
 from tests.support.metrics_pages import values
+from tests.support.paths import ROOT
 from worker.reconcile.worker_state import Reason
 
 FLEET = FleetFacts(
@@ -373,6 +375,16 @@ def test_upstream_names_are_there_for_the_dialects_that_are_on(
     assert of_a == wanted
     unknown = ("kv_cache_usage", "preemptions", "token_usage", "max_total", "gen_throughput")
     assert of_b.keys() == {key for key in wanted if not any(part in key for part in unknown)}
+
+
+def test_the_docs_list_the_upstream_names_and_no_others() -> None:
+    told = WorkerWork(100, 40, 2, 1, 0.25, 3, 12.5)
+    facts = Facts()
+    facts.engines = [EngineFacts("a" * 16, "m", 2, 1, 4096, told)]
+    found = shown(FrontendMetrics(facts, ("vllm", "sglang")))
+    names = {name for key in found if ":" in (name := key.partition("{")[0])}
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert set(re.findall(r"`((?:vllm|sglang):\w+)`", text)) == names
 
 
 def test_a_status_of_a_worker_whose_engine_tells_no_load() -> None:
