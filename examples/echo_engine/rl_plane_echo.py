@@ -135,7 +135,7 @@ class EchoEngine(WeightsInProcess):
     def load(self) -> tuple[int, int]:
         return self._gate.load()
 
-    async def swap(self, staging: str, version: WeightVersion) -> bool:
+    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
         staged: Any = self.receiver.take(staging)
         if not self._gate.is_paused:
             raise EngineFailed("a swap needs a paused engine")

@@ -138,4 +138,7 @@ def scores_alone(delta: GenerateDelta) -> GenerateDelta:
 
 
 def spans_of(spans: list[VersionSpan]) -> list[dict[str, Any]]:
-    return [span.model_dump(exclude=None if span.adapter is not None else {"adapter"}) for span in spans]
+    return [
+        span.model_dump(exclude={name for name in ("adapter", "kv_version") if getattr(span, name) is None})
+        for span in spans
+    ]

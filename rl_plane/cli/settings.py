@@ -320,7 +320,12 @@ SETTINGS: dict[str, Setting] = {
         Setting("cast", "Allow another float dtype than the engine's.", bool, False),
         Setting("keep_staged", "Keep the weights in host memory, for deltas and other workers.", bool, False),
         Setting("keep_pause", "Leave the fleet paused after the commit.", bool, False),
-        Setting("flush", "Drop the prefix caches after the commit.", bool),
+        Setting(
+            "kv",
+            "recompute makes running requests compute their KV again with the new weights; keep lets them keep it. "
+            "Default: recompute, and keep with --pause-mode in_place.",
+            Choice(["recompute", "keep"]),
+        ),
         Setting(
             "on_prepare_failure",
             "abort commits on all workers or on none; exclude commits without the workers that fail.",

@@ -94,6 +94,7 @@ def next_record(
         base.held if rolling else None,
         policy.pause_mode,
         policy.keep_pause,
+        policy.kv if version is made else "recompute",
         canary=canary,
         on_canary_failure=on_failure,
         fallback=replace(base, missed=None, fallback=None) if returns else None,

@@ -124,7 +124,9 @@ def receive_part(state: CommandState) -> Steps:
         if body.policy.on_prepare_failure == "abort":
             _refuse_joiners(state, session)
         missing = yield from _receive_pieces(state, session, state.command.part)
-        said = session.updated(version=state.command.version, pause_mode=state.command.pause_mode)
+        said = session.updated(
+            version=state.command.version, pause_mode=state.command.pause_mode, kv=state.command.kv
+        )
         session = replace(said, parts=session.parts + 1)
         yield SaveSession(session)
     except PlaneError:
@@ -161,6 +163,9 @@ def complete(state: CommandState) -> Steps:
     body = UpdateWeights.model_validate(session.body)
     if state.command.version is not None:
         body = body.model_copy(update={"version": state.command.version})
+    if state.command.kv is not None:
+        policy = body.policy.model_copy(update={"kv": state.command.kv})
+        body = body.model_copy(update={"policy": policy})
     before = state.changed_source(base, body)
     all_or_none = session.listening and body.policy.on_prepare_failure == "abort"
     try:

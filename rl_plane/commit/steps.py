@@ -12,7 +12,14 @@ from typing import Any, Literal
 from rl_plane.errors import PlaneError
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory
-from rl_plane.protocol.record import DecisionRecord, DesiredPause, PauseMode, UpdateSession, VersionSource
+from rl_plane.protocol.record import (
+    DecisionRecord,
+    DesiredPause,
+    KvPolicy,
+    PauseMode,
+    UpdateSession,
+    VersionSource,
+)
 from rl_plane.protocol.update_requests import Part, UpdateWeights
 from rl_plane.protocol.versions import WeightVersion
 
@@ -295,6 +302,8 @@ class UpdateCommand:
     """For `receive_part`."""
     pause_mode: PauseMode | None = None
     """For `receive_part`: replaces the pause mode of the policy."""
+    kv: KvPolicy | None = None
+    """For `receive_part` and `complete`: replaces the `kv` of the policy."""
     min_ready: int = 1
     """For `complete` of an update that was decided: the policy's value, which the ended session does not have."""
     before: VersionSource | None = None

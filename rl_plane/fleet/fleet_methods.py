@@ -381,6 +381,7 @@ class FleetMethods:
         update_id: str | None = None,
         version: str | None = None,
         pause_mode: Literal["keep", "wait", "abort"] | None = None,
+        kv: Literal["recompute", "keep"] | None = None,
         **select: Unpack[Selection],
     ) -> FleetRequest[ReceivedPart]:
         """Receives tensors that the trainer broadcasts now, on every rank, in this order.
@@ -398,6 +399,7 @@ class FleetMethods:
             update_id: The prepared update. None: the update that waits.
             version: The update's label. None: as before.
             pause_mode: Replaces the policy's mode from now on. None: as before.
+            kv: Replaces the policy's `kv` from now on. None: as before.
         """
         body = _given(
             names=list(names),
@@ -411,6 +413,7 @@ class FleetMethods:
             update_id=update_id,
             version=version,
             pause_mode=pause_mode,
+            kv=kv,
             **select,
         )
         return FleetRequest("receive_weights_part", body)
@@ -439,6 +442,7 @@ class FleetMethods:
         version: str | None = None,
         digest: str | None = None,
         num_buckets: int | None = None,
+        kv: Literal["recompute", "keep"] | None = None,
         **select: Unpack[Selection],
     ) -> FleetRequest[UpdateReply]:
         """Commits the prepared update. A repeated call with its `update_id` returns the first answer.
@@ -448,12 +452,15 @@ class FleetMethods:
             version: Its label. None: as it was prepared.
             digest: The digest of the weights that were sent. None: as it was prepared.
             num_buckets: How many buckets were sent. None: not checked.
+            kv: Replaces the policy's `kv`. None: as it was prepared.
 
         Raises:
             NotPrepared: no update is prepared.
             UpdateAborted: a worker has not received the weights; the fleet serves the version before.
         """
-        body = _given(update_id=update_id, version=version, digest=digest, num_buckets=num_buckets, **select)
+        body = _given(
+            update_id=update_id, version=version, digest=digest, num_buckets=num_buckets, kv=kv, **select
+        )
         return FleetRequest("complete_weights_update", body)
 
     @fleet_method

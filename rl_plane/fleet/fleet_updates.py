@@ -214,6 +214,7 @@ class FleetUpdates:
                 part=part,
                 version=call.body.version,
                 pause_mode=call.body.pause_mode,
+                kv=call.body.kv,
             )
             try:
                 received = await Coordinator(self._calls, call.view, held, journal).run(asked_for)
@@ -272,6 +273,7 @@ class FleetUpdates:
                 update_id or "",
                 digest=call.body.digest,
                 version=call.body.version,
+                kv=call.body.kv,
                 min_ready=journal.entry.min_ready if journal is not None else 1,
             )
             try:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, create_model, field_validator
 
 from rl_plane.protocol import update_requests, validation, worker_ops
-from rl_plane.protocol.record import PauseMode
+from rl_plane.protocol.record import KvPolicy, PauseMode
 
 DEFAULT_WAIT_S = 5.0
 """The longest wait of a call for a fleet that is still starting."""
@@ -101,6 +101,8 @@ class ReceiveWeightsPart(update_requests.Part, UpdateId):
     """The update's label, for a trainer that gives it with a part. None: no change."""
     pause_mode: PauseMode | None = None
     """Replaces the policy's pause mode, for a trainer that gives it with a part. None: no change."""
+    kv: KvPolicy | None = None
+    """Replaces the policy's `kv`, for a trainer that gives it with a part. None: no change."""
 
 
 class LabelUpdate(UpdateId):
@@ -117,6 +119,8 @@ class CompleteUpdate(UpdateId):
     """The digest of the sent weights, for a trainer that knows it only now."""
     num_buckets: int | None = Field(None, ge=0)
     """The number of buckets that were sent. It must be the manifest's number."""
+    kv: KvPolicy | None = None
+    """Replaces the policy's `kv`, for a trainer that gives it only now. None: no change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,6 +301,16 @@ class AdapterSpan(BaseModel):
     digest: str
 
 
+class KvVersion(BaseModel):
+    """The base weights that have computed KV."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: str
+    sequence: int
+    digest: str
+
+
 class VersionSpan(BaseModel):
     """The version of the base weights, and of the adapter if there is one, that has generated the tokens `start`
     (inclusive) to `end` (exclusive) of a choice."""
@@ -315,6 +325,9 @@ class VersionSpan(BaseModel):
     start: int
     end: int
     adapter: AdapterSpan | None = None
+    kv_version: KvVersion | None = None
+    """The oldest weights of which the KV before these tokens may hold a part, after an update with `policy.kv: keep`.
+    None: the weights of the span have computed all of it."""
 
 
 def unwitnessed(tokens: int) -> list[VersionSpan]:

@@ -17,6 +17,7 @@ from rl_plane.protocol.stored import Stored
 from rl_plane.protocol.versions import VersionReply, WeightVersion
 
 PauseMode = Literal["keep", "wait", "abort"]
+KvPolicy = Literal["recompute", "keep"]
 Staging = Literal["host", "none"]
 Encoding = Literal["full", "delta", "partial"]
 
@@ -105,6 +106,8 @@ class DecisionRecord(Stored):
     pause_mode: PauseMode = "keep"
     keep_pause: bool = False
     """The policy's treatment of running requests, for a worker that swaps by itself."""
+    kv: KvPolicy = "recompute"
+    """The policy's treatment of the KV of running requests, for a worker that has prepared the update."""
     canary: CanaryRecord | None = None
     """The scores that the base weights must reach. None: no worker scores them."""
     on_canary_failure: OnCanaryFailure = "exclude"
@@ -262,13 +265,15 @@ class UpdateSession(Stored):
     parts: int = 0
     """The number of parts that were received."""
 
-    def updated(self, *, version: str | None = None, pause_mode: PauseMode | None = None) -> UpdateSession:
-        """The session with a label or a pause mode that its trainer gives only now. None: no change."""
+    def updated(
+        self, *, version: str | None = None, pause_mode: PauseMode | None = None, kv: KvPolicy | None = None
+    ) -> UpdateSession:
+        """The session with a label, a pause mode or a `kv` that its trainer gives only now. None: no change."""
         body = dict(self.body)
         if version is not None:
             body["version"] = version
-        if pause_mode is not None:
-            body["policy"] = {**body["policy"], "pause_mode": pause_mode}
+        said = {"pause_mode": pause_mode, "kv": kv}
+        body["policy"] = {**body["policy"], **{name: value for name, value in said.items() if value is not None}}
         return replace(self, label=version or self.label, body=body)
 
     @property

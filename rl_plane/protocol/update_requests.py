@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, mo
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary, OnCanaryFailure, PolicyCanary
-from rl_plane.protocol.record import DecisionRecord, Encoding, PauseMode, VersionSource
+from rl_plane.protocol.record import DecisionRecord, Encoding, KvPolicy, PauseMode, VersionSource
 from rl_plane.protocol.relay import RelayPlan, SourceUse
 from rl_plane.protocol.validation import (
     DIGEST,
@@ -448,16 +448,18 @@ class UpdatePolicy(Body):
     """With `nixl`, two or more workers fetch the weights from one another too. False: each worker fetches everything
     from the trainer."""
     pause_mode: PauseMode = Field("keep", json_schema_extra={"enum": [*PAUSE_WORDS]})
-    """The mode of the pause during the swap, see `pause`. `retract` is `keep` with `flush_cache`, `in_place` is `keep`
-    without it."""
+    """The mode of the pause during the swap, see `pause`. `retract` is `keep` with `kv` `recompute`, `in_place` is
+    `keep` with `kv` `keep`."""
+    kv: KvPolicy = "recompute"
+    """The KV of requests that run through the swap. `recompute`: the new weights compute it again. `keep`: requests
+    that have made a token keep their KV, and the spans of their later tokens name its version (`kv_version`). No new
+    request uses KV of older weights, in either case. Where KV can't be kept, it is computed again: in an engine without
+    this, and for an adapter that is swapped."""
     on_prepare_failure: Literal["abort", "exclude"] = "abort"
     min_ready: int = Field(1, ge=1)
     """With `exclude`: the number of workers that must have prepared."""
     keep_pause: bool = False
     """Leave the fleet paused after the commit."""
-    flush_cache: bool = True
-    """Has no effect: the cache is always flushed, because no new request may reuse KV of older weights. See the reply's
-    `cache_flushed`."""
     prepare_timeout_s: float = Field(300.0, gt=0, le=MAX_TIMEOUT_S)
     gate_timeout_s: float = Field(2.0, gt=0, le=MAX_TIMEOUT_S)
     """Seconds to close and to open admission. A worker's NATS loop answers at once."""
@@ -473,7 +475,9 @@ class UpdatePolicy(Body):
     @model_validator(mode="wrap")
     @classmethod
     def _sglang_names(cls, body: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
-        return without_sglangs_names(body, "pause_mode", "flush_cache", check, "policy.")
+        return without_sglangs_names(
+            body, "pause_mode", "kv", check, drops="recompute", keeps="keep", within="policy."
+        )
 
 
 class _Update(Body):
@@ -526,6 +530,12 @@ class _Update(Body):
                 "keep_staged needs staging",
                 field="policy.keep_staged",
                 fix="use staging host, or leave it out",
+            )
+        if self.policy.kv == "keep" and self.policy.staging == "none":
+            raise InvalidRequest(
+                "weights that are written over the served ones are of no version meanwhile, so no KV can be kept",
+                field="policy.kv",
+                fix="use staging host, or kv recompute",
             )
         if self.policy.barrier == "rolling" and self.policy.staging == "none":
             raise InvalidRequest(

@@ -47,17 +47,25 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def without_sglangs_names(
-    body: Any, mode: str, cache: str, check: ModelWrapValidatorHandler[B], within: str = ""
+    body: Any,
+    mode: str,
+    cache: str,
+    check: ModelWrapValidatorHandler[B],
+    *,
+    drops: Any = True,
+    keeps: Any = False,
+    within: str = "",
 ) -> B:
-    """Checks the body. A name of SGLang's in its field `mode` becomes `keep`, and sets its field `cache`."""
+    """Checks the body. A name of SGLang's in its field `mode` becomes `keep`, and sets its field `cache` to `drops` or
+    `keeps`."""
     word = body.get(mode) if isinstance(body, dict) else None
     if not isinstance(word, str) or word not in SGLANG_PAUSES:
         return check(body)
-    drops = SGLANG_PAUSES[word]
-    checked = check({cache: drops, **body, mode: "keep"})
-    if getattr(checked, cache) != drops:
+    meant = drops if SGLANG_PAUSES[word] else keeps
+    checked = check({cache: meant, **body, mode: "keep"})
+    if (given := getattr(checked, cache)) != meant:
         raise InvalidRequest(
-            f"{mode} {word} means keep with {cache} {str(drops).lower()}, but {cache} is {str(not drops).lower()}",
+            f"{mode} {word} means keep with {cache} {str(meant).lower()}, but {cache} is {str(given).lower()}",
             field=within + cache,
             fix="leave it out, or use keep",
         )

@@ -219,7 +219,6 @@ async def test_a_field_without_effect_is_reported_once(plane: Plane, caplog: pyt
             ("/load_lora_adapter", {"lora_name": "a", "lora_path": adapter, "lora_id": "1"}, 200, "lora_id"),
             ("/unload_lora_adapter", {"lora_name": "a", "lora_id": "1"}, 200, "lora_id"),
             ("/collective_rpc", {"method": "skyrl_finish_weight_update", "timeout": 5}, 409, "timeout"),
-            ("/complete_weights_update", {"flush_cache": False}, 409, "flush_cache"),
         ):
             answer = await http.post(path, json=body)
             assert answer.status_code == status, answer.text

@@ -31,7 +31,7 @@ from tests.support.engine_runs import (  # noqa: E402
     version,
     witnessed,
 )
-from tests.support.reference import logprobs_of  # noqa: E402
+from tests.support.reference import logprobs_of, logprobs_over_kv, prompt_logprobs  # noqa: E402
 from tests.support.shared_engine import ENDLESS, engine, info, prompt_of, scratch, shared  # noqa: E402
 from worker.engines.base import EngineInfo, PauseMode  # noqa: E402
 from worker.engines.common.finite_logits import NOT_FINITE  # noqa: E402
@@ -307,6 +307,52 @@ async def test_no_request_uses_older_kv(engine: OffersMemory, models: Models) ->
         before = [*prompt, 7, *result.tokens[: span.start]]
         expected, _ = logprobs_of(models.tiny[span.sequence], before, result.tokens[span.start : span.end])
         assert result.logprobs[span.start : span.end] == pytest.approx(expected, abs=LOGPROBS)
+
+
+async def test_running_requests_keep_their_kv_where_the_update_says_so(
+    engine: OffersMemory, models: Models
+) -> None:
+    """The running request's logprobs are those over KV of both weights, and no other request's are."""
+    await update(engine, models.tiny[1], 1)
+    prompt = prompt_of(5, 60)
+    running = Run(engine, ask(prompt, max_tokens=400, logprobs=True))
+    await running.reach(5)
+    staging, _ = await receive(engine, reception(models.tiny[2]))
+    await engine.pause("keep", False)
+    waits = Run(engine, ask([*prompt, *running.result.tokens[:3]], logprobs=True))
+    await engine.liveness()  # it has come, before the new weights
+    before = list(running.result.tokens)
+    assert await engine.swap(staging, version(2, models.tiny[2]), keep_kv=True) is False
+    (scores,) = await engine.score([prompt])
+    assert scores == pytest.approx(prompt_logprobs(models.tiny[2], prompt), abs=LOGPROBS)
+    await engine.resume()
+    assert is_of(await waits.end(), models.tiny[2])
+    assert is_of(await run(engine, ask(prompt, logprobs=True)), models.tiny[2])
+    result = await running.end()
+    assert [(span.sequence, span.end) for span in result.spans] == [(1, len(before)), (2, 400)]
+    assert [span.kv_version and span.kv_version.sequence for span in result.spans] == [None, 1]
+    later, made = result.tokens[len(before) :], result.logprobs[len(before) :]
+    kept = logprobs_over_kv([models.tiny[1], models.tiny[2]], [[*prompt, *before], later])
+    anew, _ = logprobs_of(models.tiny[2], [*prompt, *before], later)
+    assert made == pytest.approx(kept, abs=LOGPROBS)
+    assert made != pytest.approx(anew, abs=LOGPROBS), "the test can tell kept KV from new KV"
+
+
+async def test_kept_kv_has_the_label_of_its_oldest_weights_until_it_is_computed_again(
+    engine: OffersMemory, models: Models
+) -> None:
+    await update(engine, models.tiny[1], 1)
+    running = Run(engine, ask(prompt_of(6, 20), max_tokens=480))
+    for sequence, keeps in ((2, True), (3, True), (4, False), (5, True)):
+        await running.reach(len(running.result.tokens) + 5)
+        path = models.tiny[1 + sequence % 2]
+        staging, _ = await receive(engine, reception(path))
+        await engine.pause("keep", False)
+        assert await engine.swap(staging, version(sequence, path), keep_kv=keeps) is not keeps
+        await engine.resume()
+    result = await running.end()
+    kv = [(span.sequence, span.kv_version and span.kv_version.sequence) for span in result.spans]
+    assert kv == [(1, None), (2, 1), (3, 1), (4, None), (5, 4)]
 
 
 def changed(weights: Path, path: Path, name: str, where: Any, value: Any) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import shutil
@@ -37,6 +38,7 @@ from tests.support.hf_runs import (
     version,
     witnessed,
 )
+from tests.support.reference import logprobs_over_kv
 from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.torch_weights import ModelWeights
 from worker.receive.staging import TIE_FIX, model_digest
@@ -358,6 +360,34 @@ async def test_a_swap_in_mid_stream_takes_effect_between_two_tokens(start: Start
         await engine.swap(staged, version(9))  # used once
 
 
+async def test_running_requests_keep_their_kv_where_the_update_says_so(
+    start: Start, models: Models, tmp_path: Path
+) -> None:
+    engine = await start(models.tiny)
+    engine.set_version(version(0))
+    paths = [models.tiny, make_tiny_model(tmp_path / "other", seed=2)]
+    prompt = prompt_of(1, 30)
+    running = Run(engine, ask(prompt, max_tokens=200, logprobs=True))
+    for sequence, keeps in ((1, True), (2, True), (3, False), (4, True)):
+        await running.reach(len(running.result.tokens) + 5)
+        staged = await stage(engine, paths[sequence % 2])
+        await engine.pause("keep", clear_cache=False)
+        await engine.swap(staged, version(sequence), keep_kv=keeps)
+        await engine.resume()
+    result = await running.end()
+    told = [(span.sequence, span.kv_version and span.kv_version.sequence) for span in result.spans]
+    assert told == [(0, None), (1, 0), (2, 0), (3, None), (4, 3)]
+    parts = [result.tokens[span.start : span.end] for span in result.spans]
+    made = [result.logprobs[span.start : span.end] for span in result.spans]
+    third = [*prompt, *itertools.chain(*parts[:4])]
+    for logprobs, over in (
+        (made[2], logprobs_over_kv([*paths, paths[0]], [[*prompt, *parts[0]], *parts[1:3]])),
+        (made[3], logprobs_over_kv([paths[1]], [third])[-len(parts[3]) :]),
+        (made[4], logprobs_over_kv([paths[1], paths[0]], [third, parts[4]])),
+    ):
+        assert logprobs == pytest.approx(over, abs=1e-4)
+
+
 async def test_after_a_swap_a_prompt_is_computed_again(start: Start, models: Models, plain: Any) -> None:
     """The KV of a prompt decides the logprobs: with one block of the old weights they would be far off."""
     engine = await start(models.witness[1], page_size=4)
@@ -367,7 +397,7 @@ async def test_after_a_swap_a_prompt_is_computed_again(start: Start, models: Mod
     await old.reach(20)
     staged = await stage(engine, models.tiny)
     await engine.pause("keep", clear_cache=False)
-    assert await engine.swap(staged, version(1)) is True
+    assert await engine.swap(staged, version(1), keep_kv=True) is True
     before = len(old.result.tokens)
     await engine.resume()
     await old.reach(min(before + 60, 200))

@@ -213,9 +213,16 @@ async def test_a_swap_that_fails_after_the_decision_excludes_that_worker(plane: 
         (
             {
                 "transport": {"backend": "filesystem", "path": "/x"},
-                "policy": {"pause_mode": "in_place", "flush_cache": True},
+                "policy": {"pause_mode": "in_place", "kv": "recompute"},
             },
-            "policy.flush_cache",
+            "policy.kv",
+        ),
+        (
+            {
+                "transport": {"backend": "filesystem", "path": "/x"},
+                "policy": {"kv": "keep", "staging": "none"},
+            },
+            "policy.kv",
         ),
         ({"transport": {"backend": "filesystem", "path": "/x"}, "wait_s": -1}, "wait_s"),
         ({"transport": {"backend": "filesystem", "path": "/x"}, "wait_s": float("nan")}, "wait_s"),

@@ -24,8 +24,8 @@ FORBIDDEN_IN_TESTS = (*FORBIDDEN, "also", "and", "but", "by", "nor", "or", "so t
 PRODUCT = ("rl_plane/", "worker/", "frontend/")
 
 ROLES = {
-    "__init__", "__main__", "adapter", "args", "base", "config", "cpu_build", "fleet", "holder", "logits", "main",
-    "plugin", "processes", "receiver", "scorer", "seeds", "sender", "streams", "wire",
+    "__init__", "__main__", "adapter", "args", "base", "config", "cpu_build", "fleet", "holder", "kept_kv", "logits",
+    "main", "plugin", "processes", "receiver", "scorer", "seeds", "sender", "streams", "wire",
 }  # fmt: skip
 """A transport, an engine and a dialect are a folder each, whose files have these names: the folder tells them apart."""
 

@@ -90,13 +90,13 @@ class SimEngine(FakeEngine):
         await self._hang()
         await super().resume()
 
-    async def swap(self, staging: str, version: WeightVersion) -> bool:
+    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
         self._world.checks.swapping(self._process, version)
         await self._hang()
         if self.failing_swaps:
             self.failing_swaps -= 1
             raise EngineFailed("simulated: the swap failed")
-        return await super().swap(staging, version)
+        return await super().swap(staging, version, keep_kv=keep_kv)
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
         vectors = await super().score(sequences, adapter)

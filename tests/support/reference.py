@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,24 @@ def logprobs_of(
     every = torch.log_softmax(logits_of(base, prompt, tokens, adapter), -1)
     made = every.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     return made.tolist(), float((every.max(1).values - made).max())
+
+
+def logprobs_over_kv(models: Sequence[Path], parts: Sequence[list[int]]) -> list[float]:
+    """The log-softmax of the tokens of the last part, where each model has computed the KV of its own part only.
+
+    As in an engine that keeps KV, the last token of a part goes through the next model, which makes the token after
+    it."""
+    cache: Any = None
+    left: list[int] = []
+    for base, part in zip(models, parts, strict=True):
+        fed, left = [*left, *part[:-1]], part[-1:]
+        with torch.no_grad():
+            out = _model(base, None)(torch.tensor([fed]), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+    last = parts[-1] if len(parts) > 1 else parts[-1][1:]  # no model makes the first token of all
+    rows = torch.log_softmax(out.logits[0, -len(last) :].float(), -1)
+    made: list[float] = rows.gather(1, torch.tensor(last)[:, None])[:, 0].tolist()
+    return made
 
 
 def penalized(

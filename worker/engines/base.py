@@ -268,15 +268,17 @@ class EngineAdapter(ABC):
     # weights
 
     @abstractmethod
-    async def swap(self, staging: str, version: WeightVersion) -> bool:
+    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
         """Replaces all base weights at once, between two steps, by those staged under this name. Labels the tokens that
         follow with `version`.
 
-        The engine is paused, and stays paused. Running requests continue after `resume`, with the KV that they have or
-        with KV computed again, as the engine can. After weights of no version it is always computed again. No new
-        request may reuse KV of the old weights: returns True if the prefix cache was flushed for that, False only where
-        that is not needed, and raises EngineFailed where it was needed and did not work. The staged weights are used
-        up, also when this raises."""
+        The engine is paused, and stays paused. Running requests continue after `resume`, and compute their KV again.
+        With `keep_kv`, requests that have made a token keep their KV, where the engine can do that. The labels of their
+        later tokens then have `kv`. After weights of no version KV is always computed again.
+
+        No new request may reuse KV of the old weights: returns True if the prefix cache was flushed for that, False
+        only where that is not needed, and raises EngineFailed where it was needed and did not work. The staged weights
+        are used up, also when this raises."""
 
     @abstractmethod
     def set_version(self, version: WeightVersion) -> None:

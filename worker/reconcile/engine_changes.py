@@ -233,7 +233,7 @@ class EngineChanges:
             adapters = require(self._adapter, CanLoadAdapters)
             return await self._engine.run(adapters.swap_adapter(swap.name, staging, swap.version))
         if staging is not None:
-            return await self._engine.run(self._adapter.swap(staging, swap.version))
+            return await self._engine.run(self._adapter.swap(staging, swap.version, keep_kv=swap.keep_kv))
         if not await self._engine.run(self._adapter.flush_cache()):
             raise EngineFailed("the engine did not flush its prefix cache: new requests would reuse older KV")
         self._adapter.set_version(swap.version)

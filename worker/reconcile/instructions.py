@@ -46,6 +46,8 @@ class Swap:
     name: str | None
     version: WeightVersion
     pause_mode: PauseMode
+    keep_kv: bool = False
+    """Running requests keep the KV that they have."""
 
 
 @dataclass(frozen=True, slots=True)

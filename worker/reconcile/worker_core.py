@@ -389,7 +389,7 @@ class WorkerCore:
             wait_until = max(begin, self._next_try)
             if now < wait_until:
                 return Wait(wait_until)
-            return Swap(staged.update_id, change.name, change.version, record.pause_mode)
+            return self._swap(staged, change.name, change.version, record)
         if staged is not None and self._is_left(staged):
             return Drop(staged.update_id)  # staging has room for one
         if self.state.released:
@@ -444,7 +444,14 @@ class WorkerCore:
                 f"the update {record.update_id} is not staged here", staged=staged and staged.update_id
             )
         assert staged is not None
-        return Swap(staged.update_id, change.name, change.version, record.pause_mode)
+        return self._swap(staged, change.name, change.version, record)
+
+    def _swap(
+        self, staged: StagedVersion, name: str | None, version: WeightVersion, record: DecisionRecord
+    ) -> Swap:
+        """A worker that fetched the version by itself may have missed an update whose policy forbids older KV."""
+        keeps = record.kv == "keep" and name is None and staged.fence is not None
+        return Swap(staged.update_id, name, version, record.pause_mode, keeps)
 
     def _is_left(self, staged: StagedVersion) -> bool:
         """Returns whether no coordinator will swap this in: the worker fetched it to heal, or its update is decided."""

@@ -182,11 +182,11 @@ class EngineUnderTest:
             assert reply["digest"] == model_digest(model), "receive reports the digest of what it received"
         return request.update_id
 
-    async def swap(self, model: Path, mode: PauseMode = "keep") -> WeightVersion:
+    async def swap(self, model: Path, mode: PauseMode = "keep", *, keep_kv: bool = False) -> WeightVersion:
         """Receives a model and swaps it in, as an update does."""
         staging, version = await self.stage(model), self.version(model)
         await bounded(self.engine.pause(mode, False))
-        await bounded(self.engine.swap(staging, version))
+        await bounded(self.engine.swap(staging, version, keep_kv=keep_kv))
         await bounded(self.engine.resume())
         return version
 
@@ -405,6 +405,24 @@ async def swap_under_a_stream(at: EngineUnderTest) -> None:
     await at.swap(at.model)
 
 
+async def kept_kv_is_told_and_used_by_no_other_request(at: EngineUnderTest) -> None:
+    """With `keep_kv`, a span names the KV that its request has kept, and new requests compute theirs. Without it, no
+    span names any."""
+    await at.swap(at.other)
+    fresh = (await at.generate()).tokens
+    before = await at.swap(at.model)
+    await at.generate()
+    for keep_kv in (True, False):
+        stream = at.stream()
+        await stream.reach(1)
+        await at.swap(at.other, keep_kv=keep_kv)
+        assert (await at.generate()).tokens == fresh, "no KV of other weights is left"
+        await at.engine.abort([stream.id])
+        kept = [span.kv_version.digest for span in (await stream.end()).spans if span.kv_version is not None]
+        assert kept in ([[], [before.digest]] if keep_kv else [[]])
+        await at.swap(at.model)
+
+
 async def a_dropped_staging_leaves_no_trace(at: EngineUnderTest) -> None:
     """Weights that were opened, staged or cancelled, and then dropped, change nothing."""
     before, sums = await at.generate(), await checksum(at)
@@ -584,6 +602,7 @@ CHECKS: Mapping[str, Check] = {
         pause_abort_ends_all,
         swap_changes_tokens_and_nothing_else,
         swap_under_a_stream,
+        kept_kv_is_told_and_used_by_no_other_request,
         a_dropped_staging_leaves_no_trace,
         refuses_weights_that_do_not_exist,
         overwrites_in_place,

@@ -32,12 +32,16 @@ from rl_plane.bus.lock import POLL_S, read_holder
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
 from rl_plane.fleet.fleet import FORM_WAIT_S
-from rl_plane.protocol.record import UpdateSession
+from rl_plane.protocol.record import KvPolicy, UpdateSession
 from rl_plane.protocol.update_requests import MAX_PART_TENSORS
 from rl_plane.protocol.validation import PRINTABLE, Label
 
 OWNER = "sglang"
 """The owner of the fleet's session."""
+
+
+def kv_policy(flush_cache: bool) -> KvPolicy:
+    return "recompute" if flush_cache else "keep"
 
 
 class SglangUpdateFields(Fields):
@@ -48,13 +52,13 @@ class SglangUpdateFields(Fields):
     that asks for it suffices."""
     weight_version: Label | None = None
     flush_cache: bool = True
-    """False has no effect: no new request may reuse KV of older weights."""
+    """False: running requests keep their KV. No new request uses KV of older weights, in either case."""
     torch_empty_cache: bool = False
 
     @property
     def policy(self) -> dict[str, Any]:
         mode = {"pause_mode": "abort"} if self.abort_all_requests else {}
-        return {**mode, "flush_cache": self.flush_cache}
+        return {**mode, "kv": kv_policy(self.flush_cache)}
 
 
 class DistributedFields(SglangUpdateFields):
@@ -145,7 +149,7 @@ class Updates:
             "group": fields.group_name,
             "timeout_s": self._context.part_timeout_s,
             **({} if fields.weight_version is None else {"version": fields.weight_version}),
-            **({"pause_mode": "abort"} if fields.abort_all_requests else {}),
+            **fields.policy,
         }
         self._open_until = 0.0  # until the part has come
         with begun(NOT_POSSIBLE):
@@ -252,10 +256,11 @@ class Updates:
         """Whether an update still waits for its commit."""
         return len(self.held) > 0 or await self.session() is not None
 
-    async def commit(self, update_id: str, label: str | None = None) -> dict[str, Any]:
-        """Commits an update. A repeated call gets the same answer. `label`: None keeps the label that it has."""
+    async def commit(self, update_id: str, label: str | None = None, kv: KvPolicy | None = None) -> dict[str, Any]:
+        """Commits an update. A repeated call gets the same answer. None keeps the label and the `kv` that it has."""
         self._open_until = 0.0
-        body = {"update_id": update_id, **({} if label is None else {"version": label})}
+        said = {"version": label, "kv": kv}
+        body = {"update_id": update_id, **{name: value for name, value in said.items() if value is not None}}
         with begun(NOT_POSSIBLE):
             reply = await self._context.calls.run("complete_weights_update", body)
         await self.note_commit()
@@ -374,7 +379,9 @@ class Updates:
             await asyncio.sleep(POLL_S)
         task.result()
 
-    async def complete(self, label: str | None, group: str | None) -> tuple[int, dict[str, Any]]:
+    async def complete(
+        self, label: str | None, group: str | None, kv: KvPolicy | None = None
+    ) -> tuple[int, dict[str, Any]]:
         """Commits the received update. A repeated call gets the same answer. `group`: None means the prepared group."""
         receiving = self._receiving
         if receiving is None or not await self._is_last(receiving):
@@ -393,7 +400,7 @@ class Updates:
             raise
         if label is not None:
             receiving = self._receiving = receiving._replace(label=None)  # a repeated call too
-        return receiving.buckets, await self.commit(receiving.update_id, label or receiving.label)
+        return receiving.buckets, await self.commit(receiving.update_id, label or receiving.label, kv)
 
     async def _is_last(self, receiving: _Receiving) -> bool:
         """Whether no later update was prepared, with another frontend."""

@@ -9,14 +9,19 @@ from pydantic import Field
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import begun, joined
 from frontend.dialects.sglang.body_tensors import ANOTHER_WAY
-from frontend.dialects.sglang.sglang_session import DistributedFields, PrepareFields, SglangUpdateFields, Updates
+from frontend.dialects.sglang.sglang_session import (
+    DistributedFields,
+    PrepareFields,
+    SglangUpdateFields,
+    Updates,
+    kv_policy,
+)
 from frontend.server.bodies import MAX_NAMES_BYTES
-from frontend.server.shared_routes import DialectRequest, Fields, ParsedRequest, SharedRoutes, report, report_given
+from frontend.server.shared_routes import DialectRequest, Fields, ParsedRequest, SharedRoutes, report_given
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
 from rl_plane.protocol.update_requests import MAX_STEP
 from rl_plane.protocol.validation import Label
 
-KEEPS_NO_CACHE = "no new request may reuse KV of older weights"
 DISK_FORMATS = (None, "auto", "safetensors")
 
 
@@ -65,8 +70,8 @@ class CompleteFields(Fields):
 
     group_name: str | None = None
     """None: the group that was prepared. Any other group is refused."""
-    flush_cache: bool = False
-    """False has no effect: no new request may reuse KV of older weights."""
+    flush_cache: bool | None = None
+    """False: running requests keep their KV. None: as true."""
     weight_version: Label | None = None
 
 
@@ -152,9 +157,8 @@ def _mount_two_phases(routes: SharedRoutes, updates: Updates) -> None:
     @routes.post("/complete_weights_update", CompleteFields, "Commit what the buckets brought.", once=True)
     async def complete(request: ParsedRequest[CompleteFields]) -> Any:
         fields = request.fields
-        if "flush_cache" in fields.model_fields_set and not fields.flush_cache:
-            report(request.path, "flush_cache", KEEPS_NO_CACHE)
-        count, reply = await updates.complete(fields.weight_version, fields.group_name)
+        kv = None if fields.flush_cache is None else kv_policy(fields.flush_cache)
+        count, reply = await updates.complete(fields.weight_version, fields.group_name, kv)
         return {"success": True, "num_buckets_received": count, "message": joined(reply, "committed")}
 
 
@@ -182,8 +186,6 @@ def refuse_draft(selector: str) -> None:
 
 
 def report_unused(request: DialectRequest, fields: SglangUpdateFields) -> None:
-    if not fields.flush_cache:
-        report(request.path, "flush_cache", KEEPS_NO_CACHE)
     report_given(request.path, fields, torch_empty_cache="engines keep their allocators' memory as they do")
 
 

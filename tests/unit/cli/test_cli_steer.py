@@ -203,7 +203,8 @@ def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["update", "ckpt/step_3", "--version", "step_3", "--cast", "--keep-pause", "--pause-mode", "wait"]
     argv += [
         "--keep-staged",
-        "--no-flush",
+        "--kv",
+        "keep",
         "--on-prepare-failure",
         "exclude",
         "--min-ready",
@@ -230,7 +231,7 @@ def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
             "on_prepare_failure": "exclude",
             "min_ready": 2,
             "keep_pause": True,
-            "flush_cache": False,
+            "kv": "keep",
             "prepare_timeout_s": 33.0,
             "gate_timeout_s": 2.0,
             "commit_timeout_s": 60.0,
@@ -397,8 +398,8 @@ COMMITTED = {**HEAD, "version": VERSION, "workers": [], "excluded": [], "phases"
     [
         (["--barrier", "rolling"], {"barrier": "rolling", "staging": "host"}),
         (["--staging", "none"], {"barrier": "strict", "staging": "none"}),
-        (["--pause-mode", "retract"], {"pause_mode": "keep", "flush_cache": True}),
-        (["--pause-mode", "in_place"], {"pause_mode": "keep", "flush_cache": False}),
+        (["--pause-mode", "retract"], {"pause_mode": "keep", "kv": "recompute"}),
+        (["--pause-mode", "in_place"], {"pause_mode": "keep", "kv": "keep"}),
     ],
 )
 def test_update_sends_its_policy(facade: Facade, argv: list[str], wanted: dict[str, Any]) -> None:

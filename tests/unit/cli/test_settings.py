@@ -48,7 +48,7 @@ def test_the_variable_of_sglang_omni_counts_where_the_own_one_is_unset() -> None
 def test_a_switch_can_be_turned_off_against_its_variable() -> None:
     assert one("restart", RL_PLANE_RESTART="yes") is True
     assert one("restart", False, RL_PLANE_RESTART="1") is False
-    assert one("flush", RL_PLANE_FLUSH="0") is False
+    assert one("cast", RL_PLANE_CAST="0") is False
 
 
 def test_a_listener_can_be_off() -> None:

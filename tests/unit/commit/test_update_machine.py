@@ -131,6 +131,14 @@ def test_the_policys_times_and_modes_reach_the_workers() -> None:
     assert (decided.pause_mode, decided.source.cast) == ("wait", True)
 
 
+def test_kv_is_kept_over_new_base_weights_only() -> None:
+    lora: dict[str, Any] = {"target": {"kind": "lora", "name": "a", "op": "load"}}
+    for more, kv in (({}, "keep"), (lora, "recompute")):
+        driver = Driver(update(policy={"kv": "keep"}, **more))
+        driver.outcome()
+        assert driver.one(Write, "decide").record.kv == kv
+
+
 def test_rolling_is_worker_by_worker_beside_the_version_before() -> None:
     driver = Driver(update(policy={"barrier": "rolling"}))
     outcome = driver.outcome()

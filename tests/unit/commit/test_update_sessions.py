@@ -30,6 +30,7 @@ from rl_plane.errors import (
 )
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.record import (
+    KvPolicy,
     UpdateSession,
     VersionSource,
 )
@@ -113,6 +114,14 @@ def test_what_is_prepared_is_completed_by_anybody() -> None:
     assert (decided.pause_mode, decided.source) == ("abort", VersionSource(FILES))
     assert driver.one(EndSession, "session")
     assert outcome.excluded == []
+
+
+def test_what_completes_an_update_may_say_that_kv_is_kept() -> None:
+    cases: list[tuple[KvPolicy | None, str]] = [(None, "recompute"), ("keep", "keep")]
+    for said, kv in cases:
+        driver = with_session(UpdateCommand("complete", "", kv=said), session_of(prepare()))
+        driver.outcome()
+        assert driver.decided.kv == kv
 
 
 @pytest.mark.parametrize("call", [COMPLETE, ABORT])

@@ -22,6 +22,7 @@ from worker.testing.engine_contract import (
     aborts,
     check_close,
     check_engine,
+    kept_kv_is_told_and_used_by_no_other_request,
     labels_its_tokens,
     pause_keep_freezes,
     pause_wait_drains,
@@ -80,10 +81,15 @@ async def test_one_call_runs_every_check(options: EngineOptions, other: Path) ->
 
 
 class KeepsOldWeights(FakeEngine):
-    async def swap(self, staging: str, version: WeightVersion) -> bool:
+    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
         self.receiver.take(staging)
         self.set_version(version)
         return True
+
+
+class AlwaysKeepsKv(FakeEngine):
+    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
+        return await super().swap(staging, version, keep_kv=True)
 
 
 class ForgetsLabels(FakeEngine):
@@ -115,6 +121,7 @@ class TakesAnyToken(FakeEngine):
     ("kind", "check"),
     [
         (KeepsOldWeights, swap_changes_tokens_and_nothing_else),
+        (AlwaysKeepsKv, kept_kv_is_told_and_used_by_no_other_request),
         (ForgetsLabels, labels_its_tokens),
         (NeverPauses, pause_keep_freezes),
         (NeverPauses, pause_wait_drains),

@@ -100,7 +100,7 @@ class StandIn(adapter.SglangEngine):
     """An engine without SGLang that reports that it can release memory."""
 
     async def _start(self) -> EngineInfo:
-        feeder: Any = SimpleNamespace(close=lambda: None)
+        feeder: Any = SimpleNamespace(close=lambda: None, forget_kv=lambda: None)
         self._feeder = feeder
         return EngineInfo(
             engine="sglang",

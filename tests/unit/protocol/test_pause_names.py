@@ -38,14 +38,15 @@ def test_a_pause_is_keep_with_or_without_the_cache(
     assert pause.model_dump(include=set(wanted), exclude_unset=True) == wanted, "workers are told so"
 
 
-@pytest.mark.parametrize(("word", "flush"), [("retract", True), ("in_place", False)])
-def test_so_is_the_pause_of_an_update(word: str, flush: bool) -> None:
+@pytest.mark.parametrize(("word", "kv"), [("retract", "recompute"), ("in_place", "keep")])
+def test_so_is_the_pause_of_an_update(word: str, kv: str) -> None:
     for model in (update_requests.UpdateCall, update_requests.UpdateWeights):
         policy = model.model_validate({**SOURCE, "policy": {"pause_mode": word}}).policy
-        assert (policy.pause_mode, policy.flush_cache) == ("keep", flush)
+        assert (policy.pause_mode, policy.kv) == ("keep", kv)
+        other = "keep" if kv == "recompute" else "recompute"
         with pytest.raises(InvalidRequest) as caught:
-            model.model_validate({**SOURCE, "policy": {"pause_mode": word, "flush_cache": not flush}})
-        assert caught.value.facts["field"] == "policy.flush_cache"
+            model.model_validate({**SOURCE, "policy": {"pause_mode": word, "kv": other}})
+        assert caught.value.facts["field"] == "policy.kv"
         assert word in caught.value.message
 
 

@@ -165,6 +165,18 @@ def test_a_prepared_worker_waits_for_its_commit_and_then_swaps_by_itself() -> No
     assert core.next(10.0 + COMMIT_GRACE_S) == Swap("u1", None, R1.version, "keep")
 
 
+def test_kv_is_kept_by_a_worker_that_has_prepared_the_update_and_by_no_other() -> None:
+    """A worker that heals may have missed an update whose policy forbids older KV."""
+    keeping = replace(R1, kv="keep")
+    core = serving()
+    stage(core, keeping)
+    core.learnt(keeping, 2, 10.0)
+    assert core.commit_step(keeping) == Swap("u1", None, R1.version, "keep", keep_kv=True)
+    assert core.next(10.0 + COMMIT_GRACE_S) == Swap("u1", None, R1.version, "keep", keep_kv=True)
+    core.is_staged(StagedVersion("heal-1", None, "d1", None))
+    assert core.commit_step(keeping) == Swap("heal-1", None, R1.version, "keep", keep_kv=False)
+
+
 def test_the_answers_to_a_commit() -> None:
     core = serving()
     with pytest.raises(Conflict, match="another update was committed since"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
+from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import PauseMode
 
 
@@ -25,6 +26,10 @@ class GatedRequest:
     ended: FinishReason | None = None
     """Set when the request is ended from outside: its next delta is the last one."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    kv: WeightVersion | None = None
+    """The base weights of the oldest KV that the request keeps, if they have been replaced since."""
+    has_token: bool = False
+    """It has made a token. The engine sets it."""
 
 
 class RequestGate:
@@ -50,6 +55,11 @@ class RequestGate:
             )
         one = self._requests[request.id] = GatedRequest(request)
         return one
+
+    def keep_kv(self, version: WeightVersion | None) -> None:
+        """Notes that the requests with tokens keep KV of `version` over a swap. None: they compute all of it again."""
+        for one in self._requests.values():
+            one.kv = (one.kv or version) if version is not None and one.has_token else None
 
     def leave(self, one: GatedRequest) -> None:
         """Forgets a request. Calling it again does nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_plane.protocol.generation import AdapterSpan, VersionSpan
+from rl_plane.protocol.generation import AdapterSpan, KvVersion, VersionSpan
 from rl_plane.protocol.versions import WeightVersion
 
 
@@ -15,6 +15,8 @@ class Label:
     base: WeightVersion | None
     adapter: str | None = None
     adapter_version: WeightVersion | None = None
+    kv: WeightVersion | None = None
+    """The oldest base weights of which the KV before the token may hold a part. None: those of the token."""
 
     @property
     def known(self) -> bool:
@@ -64,4 +66,7 @@ def _span(label: Label, start: int, end: int) -> VersionSpan:
         else AdapterSpan(
             name=label.adapter, version=adapter.label, sequence=adapter.sequence, digest=adapter.digest
         ),
+        kv_version=None
+        if label.kv is None
+        else KvVersion(version=label.kv.label, sequence=label.kv.sequence, digest=label.kv.digest),
     )

@@ -221,8 +221,10 @@ class FakeEngine(WeightsInProcess, FullEngine):
                 made = hash_of(weights, prompt_hash, len(tokens))
                 token = permitted(request, token_of(made, self.config.vocab_size), tokens, self.config.vocab_size)
                 tokens.append(token)
+                running.has_token = True
                 version = self.version if self.config.witnesses else None
-                spans.add(Label(version, request.adapter, adapter.version if adapter else None))
+                kv = running.kv if running.kv != version else None
+                spans.add(Label(version, request.adapter, adapter.version if adapter else None, kv))
                 text = strings.add(_text_of(token), counts=len(tokens) > request.min_tokens)
                 if token in stops or strings.found is not None:
                     running.ended = "stop"
@@ -344,13 +346,14 @@ class FakeEngine(WeightsInProcess, FullEngine):
         self._held()
         return self._specs
 
-    async def swap(self, staging: str, version: WeightVersion) -> bool:
+    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
         served = self.version
         names = self.receiver.changed_since(staging, served.digest if served is not None else None)
         staged = self.receiver.take(staging)
         if not isinstance(staged, FakeWeights):
             raise EngineFailed(f"{staging} is an adapter")
         await self._before_a_swap()
+        self.gate.keep_kv(self.version if keep_kv else None)
         if names is not None and self.version == served:
             self.weights = self._held().with_some(staged, names)
         else:

@@ -222,14 +222,14 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
     # weights
 
-    async def swap(self, staging: str, version: WeightVersion) -> bool:
+    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
         served = self.loop.version
         names = self.receiver.changed_since(staging, served.digest if served is not None else None)
         staged, weights = self.receiver.take(staging), self.holder.weights
         assert isinstance(staged, StagedTensors), "base weights"
 
         def between_two_steps(loop: GenerationLoop) -> None:
-            loop.restart_requests()
+            loop.restart_requests(keep_kv=keep_kv)
             still = loop.version == served
             loop.version = None  # half-way, the weights are of no version
             weights.load(staged, names if still else None)
@@ -272,7 +272,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action, scope)}]
 
         def between_two_steps(loop: GenerationLoop) -> None:
-            loop.restart_requests()
+            loop.restart_requests(keep_kv=True)
             loop.version = None  # running requests continue with weights of no version
             weights.reset()
 

@@ -164,16 +164,23 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self.restart_requests()
         self.version = None
 
-    def restart_requests(self) -> None:
-        """Prepares a change of the weights. Requests that score their prompt start again, so that one version scores it
-        and makes the first token. After weights of no version, such as noise, all running requests start again."""
-        for stream in [one for one in self._live.values() if one.scores_prompt or self.version is None]:
-            self._drop([stream.key])
-            stream.restart()
-            self._admit(stream)
+    def restart_requests(self, *, keep_kv: bool = False, adapter: str | None = None) -> None:
+        """Prepares a change of the base weights, or of one adapter. The requests that use them start again, and compute
+        their KV by the new weights.
+
+        `keep_kv`: only requests without a token do, so that one version computes the prompt and makes the first token.
+        After weights of no version, such as noise, all requests start again."""
+        for stream in list(self._live.values()):
+            uses = adapter in (None, stream.request.adapter)
+            if self.version is None or (uses and not (keep_kv and stream.made)):
+                self._drop([stream.key])
+                stream.restart()
+                self._admit(stream)
+            elif uses:
+                stream.kv = stream.kv or self.version
 
     def put_adapter(self, name: str, staged: HfStagedAdapter, version: WeightVersion | None) -> None:
-        self.restart_requests()
+        self.restart_requests(adapter=name)
         self._adapters.put(name, staged)
         self.adapter_versions[name] = version
 
@@ -291,13 +298,14 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         if not streams:
             return
         name = self._adapter
-        label = Label(self.version, name, self.adapter_versions[name] if name is not None else None)
+        adapter_version = self.adapter_versions[name] if name is not None else None
         logits = scores[0, : len(streams)]
         (tokens, logprobs), tops = choose(logits, streams), likeliest(logits, streams)
         output_ids[0, : len(tokens)] = torch.tensor(tokens, dtype=output_ids.dtype, device=output_ids.device)
         for stream, token, logprob, top in zip(streams, tokens, logprobs, tops, strict=True):
             if stream.is_finite(logprob):
-                stream.push(token, logprob, top, label)
+                kv = stream.kv if stream.kv != self.version else None
+                stream.push(token, logprob, top, Label(self.version, name, adapter_version, kv))
                 self._outbox.append((stream, stream.take()))
             else:
                 stream.done = True

@@ -11,6 +11,7 @@ import torch
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
 from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts
+from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.pieces import Piece, PieceQueue, Top
 from worker.engines.common.spans import Label
 from worker.engines.hf.constraints import Constraint
@@ -44,6 +45,8 @@ class HfStream:
         self.made: list[int] = []
         self.pieces = PieceQueue()
         self.done = False
+        self.kv: WeightVersion | None = None
+        """The base weights that have computed the oldest part of the KV, if they have been replaced since."""
         self._prompt_logprobs: list[float | None] = [None] * len(prompt) if request.prompt_logprobs else []
         self._prompt_places = [NO_PLACE] * (len(prompt) - 1) if request.prompt_logprobs else []
         self._routed = 0  # rows of experts that it has
@@ -66,6 +69,7 @@ class HfStream:
 
     def restart(self) -> None:
         """Starts again at the prompt's first token. What was sent with tokens stays sent."""
+        self.kv = None
         if not self.made:
             self._routed, self._fresh.routed = 0, None
 

@@ -237,6 +237,8 @@ class SglangEngine(RankEngine[SglangProcess]):
         self._paused = True
         await self.process.manager.pause_generation(PauseGenerationReqInput(mode=how))
         await self._ranks_answer()  # the pause has happened when this returns
+        if how == "retract":
+            feeder.forget_kv()
 
     async def _thaw(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
@@ -285,17 +287,23 @@ class SglangEngine(RankEngine[SglangProcess]):
     def _next_key(self) -> str:
         return f"rl-plane-{next(self._numbers)}"
 
-    async def swap(self, staging: str, version: WeightVersion) -> bool:
-        """Retracts running requests: they compute their KV again, by the new weights."""
+    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
+        """With `keep_kv`, the prefix cache stays too: see `kept_kv`. Otherwise it retracts running requests: they
+        compute their KV again."""
         self._check_paused()
-        await self.process.ask(self._swap(staging, version))
-        return True
+        return await self.process.ask(self._swap(staging, version, keep_kv))
 
-    async def _swap(self, staging: str, version: WeightVersion) -> None:
-        await self._freeze("retract")  # all tokens of the old weights have come when this returns
+    async def _swap(self, staging: str, version: WeightVersion, keep_kv: bool) -> bool:
+        """Returns whether the prefix cache was flushed."""
+        kept = None
         try:
+            if keep_kv and self._version is not None:
+                await self._freeze()  # all tokens of the old weights have come when this returns
+                kept = await self._keep_kv(self._version)
+            if kept is None:
+                await self._freeze("retract")
             await asyncio.to_thread(self.ranks.take, staging)
-            await self.process.call("ready")
+            await self.process.call("ready" if kept is None else "updatable")
             await asyncio.to_thread(self.host.take, staging)
         except PlaneError:
             await self.discard(staging)  # in the ranks that were not ready
@@ -304,11 +312,24 @@ class SglangEngine(RankEngine[SglangProcess]):
         self._requests_in_sglang().key, self._version = key, None  # half-way, the weights are of no version
         await self._loaded(staging, await self.process.call("swap", key=key))
         self._version = version
+        return kept is None
+
+    async def _keep_kv(self, version: WeightVersion) -> list[str] | None:
+        """Returns SGLang's ids of the requests that keep the KV of these weights. None: they can't keep it."""
+        rows = await self.process.call("keep", salt=self._next_key())
+        kept: list[str] | None = rows[0]["kept"]
+        if any(row["kept"] != kept for row in rows):
+            raise EngineFailed("SGLang's ranks hold KV of different requests")
+        for stream in self._requests_in_sglang().streams.values():
+            stream.kv = (stream.kv or version) if stream.rid in (kept or ()) else None
+        return kept
 
     async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
         lora_id = "" if adapter is None else self._adapters[adapter].lora_id
-        await self._freeze("retract")
+        await self._freeze()
         rows = await self.process.call("score", sequences=json.dumps(sequences), lora_id=lora_id)
+        if rows[0]["forgot"]:
+            self._requests_in_sglang().forget_kv()
         return rows[0]["scores"]
 
     def _adapter_names(self) -> Collection[str]:

@@ -15,6 +15,7 @@ from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
 from worker.engines.capabilities import CheckScope
 from worker.engines.sglang.holder import SglangHolder, SglangStagedAdapter
+from worker.engines.sglang.kept_kv import KeptKv
 from worker.engines.sglang.scorer import score_between_steps
 from worker.receive.rank_agents.agent_server import AgentServer
 
@@ -26,6 +27,7 @@ class Rank:
         model = Path(told["model"])
         self._scheduler = scheduler
         self._holder = SglangHolder(model, scheduler)
+        self._kept = KeptKv(scheduler)
         self._outcome: dict[str, Any] = {}
         """The result of the last call, or its `error`: SGLang passes on the first rank's error alone, and only as
         text."""
@@ -75,10 +77,19 @@ class Rank:
         self._holder.reset()
 
     def _score(self, sequences: str, lora_id: str) -> dict[str, Any]:
-        """`sequences`: as JSON, since SGLang's remote call takes flat arguments only. `lora_id`: empty for the base
+        """Running requests keep their KV, if it leaves room for the sequences.
+
+        `sequences`: as JSON, since SGLang's remote call takes flat arguments only. `lora_id`: empty for the base
         model."""
-        self._forget_cache()
-        return {"scores": score_between_steps(self._scheduler, json.loads(sequences), lora_id or None)}
+        asked = json.loads(sequences)
+        room = self._kept.room_for(asked)
+        if forgets := not room:
+            self._forget_cache()
+            room = self._scheduler.max_total_num_tokens
+        return {"scores": score_between_steps(self._scheduler, asked, lora_id or None, room), "forgot": forgets}
+
+    def _keep(self, salt: str) -> dict[str, Any]:
+        return {"kept": self._kept.keep(salt)}
 
     def _put_adapter(self, staging: str, name: str, lora_id: str) -> None:
         staged = self._holder.take_adapter(staging)

@@ -18,11 +18,12 @@ NO_PIPELINE = (
 _numbers = itertools.count(1)
 
 
-def score_between_steps(scheduler: Any, sequences: list[list[int]], lora_id: str | None) -> list[list[float]]:
-    """Runs on the scheduler's thread, in every rank. No request holds KV, and the prefix cache is empty: there is room
-    for the sequences, and no KV that they could reuse."""
-    # As many tokens as a step of the scheduler has: there is memory for that.
-    tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+def score_between_steps(
+    scheduler: Any, sequences: list[list[int]], lora_id: str | None, room: int
+) -> list[list[float]]:
+    """Runs on the scheduler's thread, in every rank. `room`: the number of tokens for which the KV cache has room."""
+    # At most as many tokens as a step of the scheduler has: there is memory for that.
+    tokens = min(room, scheduler.chunked_prefill_size or scheduler.max_prefill_tokens)
     places = scheduler.req_to_token_pool.available_size()
     batches = in_batches(sequences, tokens, places)
     return [row for batch in batches for row in _score(scheduler, batch, lora_id)]
@@ -68,8 +69,10 @@ def _request(sequence: list[int], lora_id: str | None) -> Any:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
+    name = f"rl-plane-score-{next(_numbers)}"
     request = Req(
-        rid=f"rl-plane-score-{next(_numbers)}",
+        rid=name,
+        cache_salt=name,  # it finds no KV, and no request finds its KV
         origin_input_text="",
         origin_input_ids=array("q", sequence),
         sampling_params=SamplingParams(temperature=0, max_new_tokens=1),

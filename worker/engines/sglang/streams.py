@@ -8,13 +8,14 @@ import itertools
 import secrets
 from base64 import b64decode
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
 from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts, width_of
+from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
 from worker.engines.common.pieces import Piece, PieceQueue, Top
 from worker.engines.common.spans import Label
@@ -74,6 +75,10 @@ class SglangStream:
         self.submitted = False
         self.adapter: str | None = None
         """The adapter's name in the engine, once the request is submitted."""
+        self.rid: str | None = None
+        """SGLang's id of the request, once it is submitted."""
+        self.kv: WeightVersion | None = None
+        """The base weights of the oldest KV that the request has kept, if they have been replaced since."""
         self.feeding: asyncio.Task[None] | None = None
         self.pieces = PieceQueue()
         self._stop = stop
@@ -144,6 +149,7 @@ class SglangStream:
     def begin_again(self) -> None:
         """Prepares to ask the engine, which has dropped the request, for the rest."""
         self.submitted, self._start, self._runs = False, len(self.made), []
+        self.kv = None
 
     def end(self, item: Piece | PlaneError) -> None:
         """Adds the last item. Later items are dropped."""
@@ -185,6 +191,11 @@ class Feeder:
     def close(self) -> None:
         """Makes requests that come from now on wait."""
         self._open.clear()
+
+    def forget_kv(self) -> None:
+        """Notes that all requests compute their KV again."""
+        for stream in self.streams.values():
+            stream.kv = None
 
     def submitted(self) -> list[SglangStream]:
         return [stream for stream in self.streams.values() if stream.submitted]
@@ -259,9 +270,11 @@ class Feeder:
                 await self._open.wait()
             stream.adapter = self._adapter_of(stream.request.adapter)
             stream.submitted = True
+            # SGLang aborts by prefix: all ids are of one length.
+            stream.rid = f"{next(self._numbers):016x}"
             async with contextlib.aclosing(self._manager.generate_request(self._asked(stream))) as outputs:
                 async for out in outputs:
-                    if stream.take(out, self.key, self._label_of(stream.request.adapter)):
+                    if stream.take(out, self.key, self._label(stream)):
                         return  # closing aborts the request in the engine
             stream.end(EngineFailed("SGLang ended the request without a reason"))
         except PlaneError as error:
@@ -269,14 +282,17 @@ class Feeder:
         except Exception as error:
             stream.end(EngineFailed(f"{type(error).__name__}: {error}"))
 
+    def _label(self, stream: SglangStream) -> Label:
+        label = self._label_of(stream.request.adapter)
+        return label if stream.kv in (None, label.base) else replace(label, kv=stream.kv)
+
     def _asked(self, stream: SglangStream) -> Any:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = stream.request
         with_prompt = request.prompt_logprobs and not stream.made
         return GenerateReqInput(
-            # SGLang aborts by prefix: all ids are of one length.
-            rid=f"{next(self._numbers):016x}",
+            rid=stream.rid,
             input_ids=[*stream.prompt, *stream.made],
             lora_path=stream.adapter,
             cache_salt=request.cache_salt,

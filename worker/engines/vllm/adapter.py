@@ -27,6 +27,7 @@ from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.vllm.args import parse_arguments
 from worker.engines.vllm.core_load import METHOD as LOAD
+from worker.engines.vllm.kept_kv import METHOD as KEEP_KV
 from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
 from worker.engines.vllm.scorer import METHOD
@@ -53,6 +54,7 @@ class _State:
 
     base: WeightVersion | None = None
     adapters: dict[str, WeightVersion] = field(default_factory=dict)
+    name: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +226,10 @@ class VllmEngine(RankEngine[VllmProcess]):
     async def after_overwrite(self) -> None:
         await self._add_loras()
 
-    async def swap(self, staging: str, version: WeightVersion) -> bool:
-        """Running requests compute their KV again: vLLM drops the prefix cache only together with theirs."""
+    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
+        """With `keep_kv`, the prefix cache stays too: see `kept_kv`. Otherwise all running requests compute their KV
+        again, since vLLM drops the prefix cache only together with theirs."""
+        before = self._state
         try:
             self._check_paused()
             await asyncio.to_thread(self.ranks.take, staging)
@@ -236,17 +240,35 @@ class VllmEngine(RankEngine[VllmProcess]):
         await self._forget_base()
         await self._loaded(staging, await self.process.on_ranks("rl_plane_swap"))
         await self._add_loras()
-        flushed = await self._flush(stale=True)
+        kept = await self._keep_kv() if keep_kv and before.base is not None else None
+        flushed = kept is None and await self._flush(stale=True)
         await self._name_state(version, self._adapter_versions())
+        if kept:
+            self._requests_in_vllm().keep_kv(kept, before.name, self._state.name, before.base)
         return flushed
+
+    async def _keep_kv(self) -> list[str] | None:
+        """Returns vLLM's ids of the requests that keep their KV. None: the cache must be flushed instead."""
+        salt = f"rl-plane-{next(self._numbers)}"
+        kept: list[str] | None = await self.process.ask(
+            self.process.llm.engine_core.call_utility_async(KEEP_KV, salt)
+        )
+        return kept
 
     async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
         lora = None if adapter is None else (self._loras[adapter].number, self._loras[adapter].path)
         llm = self.process.llm
         await self._freeze()
+        scores = await self.process.ask(llm.engine_core.call_utility_async(METHOD, sequences, lora))
+        if scores is not None:
+            return scores
+        # Running requests leave no room.
         if not await self.process.ask(llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)):
             raise EngineFailed("vLLM did not flush its prefix cache: a request holds KV")
-        return await self.process.ask(llm.engine_core.call_utility_async(METHOD, sequences, lora))
+        scores = await self.process.ask(llm.engine_core.call_utility_async(METHOD, sequences, lora))
+        if scores is None:
+            raise EngineFailed("vLLM's KV cache has no room for the sequences")
+        return scores
 
     def _adapter_names(self) -> Collection[str]:
         return self._loras
@@ -276,7 +298,8 @@ class VllmEngine(RankEngine[VllmProcess]):
 
     async def _name_state(self, base: WeightVersion | None, adapters: dict[str, WeightVersion]) -> None:
         """Labels the tokens that follow with these versions."""
-        state, name = _State(base, adapters), f"state-{next(self._numbers)}"
+        name = f"state-{next(self._numbers)}"
+        state = _State(base, adapters, name)
         self._states[name] = state
         while len(self._states) > KEPT_STATES:
             del self._states[next(iter(self._states))]

@@ -20,11 +20,13 @@ def register() -> None:
         return
     from worker.engines.vllm.draining import drain_preempted
     from worker.engines.vllm.dtypes import watch_loads
+    from worker.engines.vllm.kept_kv import salt_requests
     from worker.receive.rank_agents.agent_server import belong_to_worker
 
     belong_to_worker()
     _wake_without_a_step()
     drain_preempted()
+    salt_requests()
     _score_between_steps()
     _report_load()
     _leave_no_nan_in_blocks()

@@ -5,9 +5,11 @@ A score is one call to the process of the scheduler, which handles no other call
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from worker.engines.vllm.lora_requests import lora_request
@@ -18,33 +20,67 @@ METHOD = "rl_plane_score"
 _numbers = itertools.count(1)
 
 
-def score_in_core(core: Any, sequences: Any, adapter: Any) -> list[list[float]]:
-    """A method of vLLM's EngineCore. `adapter`: its number and path. The engine is paused by `keep`, and no request
-    holds KV, so the sequences find room whatever waits."""
+def score_in_core(core: Any, sequences: Any, adapter: Any) -> list[list[float]] | None:
+    """A method of vLLM's EngineCore. `adapter`: its number and path. The engine is paused by `keep`. Running requests
+    keep their KV. None: it leaves no room for the sequences."""
     from vllm.v1.core.sched.interface import PauseState
-    from vllm.v1.request import RequestStatus
 
     scheduler = core.scheduler
-    if scheduler.pause_state != PauseState.PAUSED_ALL or scheduler.running or scheduler.kv_holding_waiting:
-        raise RuntimeError("vLLM scores only while it is paused and no request holds KV")
-    waiting = list(scheduler.waiting)
-    # They leave the table of requests too, or they count as finished. An abort that comes meanwhile finds none of them
-    # here. vLLM handles each abort a second time, in the order of its calls: then they are back.
+    if scheduler.pause_state != PauseState.PAUSED_ALL:
+        raise RuntimeError("vLLM scores only while it is paused")
+    # vLLM's second model runner has a place for each running request, also for one that is not in the step.
+    places = scheduler.max_num_running_reqs - len(scheduler.running)
+    if places < 1 or scheduler.kv_holding_waiting or not _has_blocks(scheduler, max(map(len, sequences))):
+        return None
+    with _all_aside(scheduler):
+        batches = [sequences[start : start + places] for start in range(0, len(sequences), places)]
+        return [row for batch in batches for row in _score(core, batch, adapter)]
+
+
+def _has_blocks(scheduler: Any, tokens: int) -> bool:
+    """Reports whether the free blocks take a sequence of so many tokens, and one more. Then all sequences come through,
+    one after the other at the worst."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    needed = sum(-(-(tokens + 1) // group.kv_cache_spec.block_size) for group in groups)
+    return bool(needed <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+@contextlib.contextmanager
+def _all_aside(scheduler: Any) -> Iterator[None]:
+    """Runs the scheduler without its requests meanwhile. They leave the table of requests too, or they count as
+    finished.
+
+    An abort that comes meanwhile finds none of them here. vLLM handles each abort a second time, in the order of its
+    calls: then they are back."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    running, waiting, prefills = scheduler.running, list(scheduler.waiting), scheduler._inflight_prefills
     scheduler.waiting.remove_requests(waiting)
-    for request in waiting:
+    scheduler.running, scheduler._inflight_prefills = [], set()  # a prefill reserves blocks
+    for request in (*running, *waiting):
         del scheduler.requests[request.request_id]
     scheduler.set_pause_state(PauseState.UNPAUSED)
+    try:
+        yield
+    finally:
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        scheduler.running, scheduler._inflight_prefills = running, prefills
+        for request in waiting:
+            scheduler.waiting.add_request(request)
+        for request in (*running, *waiting):
+            scheduler.requests[request.request_id] = request
+
+
+def _score(core: Any, sequences: list[list[int]], adapter: Any) -> list[list[float]]:
+    from vllm.v1.request import RequestStatus
+
     keys = [f"rl-plane-score-{next(_numbers)}" for _ in sequences]
     try:
         for key, sequence in zip(keys, sequences, strict=True):
             core.add_request(*core.preprocess_add_request(_request(key, sequence, adapter)))
         return _run(core, keys)
     finally:
-        scheduler.finish_requests(keys, RequestStatus.FINISHED_ABORTED)  # an error may have left some
-        scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        for request in waiting:
-            scheduler.waiting.add_request(request)
-            scheduler.requests[request.request_id] = request
+        core.scheduler.finish_requests(keys, RequestStatus.FINISHED_ABORTED)  # an error may have left some
 
 
 def _request(key: str, sequence: list[int], adapter: Any) -> Any:

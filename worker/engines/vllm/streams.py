@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
 from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts
+from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
 from worker.engines.common.pieces import Piece, Top
 from worker.engines.common.spans import Label
@@ -27,6 +28,8 @@ class VllmStream:
     key: str
     """The request's id in the engine."""
     adapter: str | None
+    kv: dict[str, WeightVersion] = field(default_factory=dict)
+    """Name of weights in vLLM → the base weights of the oldest KV that the request has kept under them."""
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the engine has the request, or never will: only then an abort finds it."""
 
@@ -56,6 +59,19 @@ class Streams:
     def of_adapter(self, name: str) -> list[VllmStream]:
         return [stream for stream in self._streams.values() if stream.adapter == name]
 
+    def keep_kv(self, ids: Iterable[str], before: str, after: str, base: WeightVersion | None) -> None:
+        """Notes that the requests with these ids in vLLM keep the KV that they have under the weights `before`, while
+        they continue with the weights `after`."""
+        kept, known = set(ids), self._llm.output_processor.external_req_ids
+        for stream in self._streams.values():
+            version = stream.kv.get(before) or base
+            if version is not None and not kept.isdisjoint(known.get(stream.key) or ()):
+                stream.kv[after] = version
+
+    def _label(self, name: str | None, stream: VllmStream) -> Label:
+        label, kv = self._label_of(name, stream.adapter), stream.kv.get(name or "")
+        return label if kv in (None, label.base) else replace(label, kv=kv)
+
     async def abort(self, streams: list[VllmStream]) -> None:
         for stream in streams:
             await stream.submitted.wait()
@@ -74,7 +90,7 @@ class Streams:
                 (choice,) = output.outputs
                 fresh = list(choice.token_ids)
                 names = self._names_of(stream.key, choice, made, len(fresh))
-                piece = Piece(fresh, labels=[self._label_of(name, request.adapter) for name in names])
+                piece = Piece(fresh, labels=[self._label(name, stream) for name in names])
                 if request.prompt_logprobs and fresh and not made:
                     steps = output.prompt_logprobs or []
                     piece.prompt_logprobs = _prompt_logprobs(steps, prompt)
