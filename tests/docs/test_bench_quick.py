@@ -223,6 +223,14 @@ def test_an_engines_own_ways_stand_beside_ours() -> None:
     ]
 
 
+@pytest.mark.engines("vllm")
+def test_what_an_update_costs_long_contexts() -> None:
+    said = printed("bench.kept_kv", "--streams", "2", "--context", "200", "--window-s", "1", "--rounds", "1")
+    found = json.loads(said[said.index("{") :])
+    assert found["keep_to_no_update"] > 0
+    assert found["recompute_to_prefill"] > 0
+
+
 @pytest.mark.engines("vllm", "sglang")
 def test_what_an_update_adds_to_host_memory() -> None:
     rows = [row.split(" | ") for row in printed("bench.host_memory", "--quick", "--ranks", "1").splitlines()[2:]]

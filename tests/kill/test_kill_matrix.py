@@ -44,7 +44,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.parallel,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1200),  # a test may wait for all other cases first; each case has a bound of its own
 ]
 
 
