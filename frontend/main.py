@@ -36,6 +36,7 @@ from frontend.records.record_writer import RecordWriter
 from frontend.routing.committed import Committed
 from frontend.routing.departures import Departures
 from frontend.routing.engine_client import EngineClient
+from frontend.routing.engine_facts import EngineFacts
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.routing_lease import FrontendLease
 from frontend.server.api import Api
@@ -73,7 +74,7 @@ class Frontend:
         """Whether this frontend delivers tokens. Updates do not wait for a frontend that does not."""
         self.part_timeout_s = options.part_timeout_s
         self.status = FleetStatus(client, view)
-        self.metrics = FrontendMetrics(self)
+        self.metrics = FrontendMetrics(self, options.dialects if options.speaks else ())
         self.departures = Departures(view, self.status)
         self.starting = StartingWorkers(client.bus, view)
         self.lock_and_pause = LockAndPause(client.bus, view.subjects.state)
@@ -191,6 +192,9 @@ class Frontend:
             connected=bus.nc.is_connected,
             reconnects=bus.nc.stats["reconnects"],
         )
+
+    def engine_facts(self) -> Sequence[EngineFacts]:
+        return self.status.engine_facts()
 
     def generation_facts(self) -> GenerationFacts:
         return GenerationFacts(

@@ -61,6 +61,24 @@ MAX_ROUTED_BESIDE = 1 << 14
 """Bytes of routed experts in a message with tokens. The longest prompt logprobs leave more room than that."""
 
 
+MAX_FACTS_ALONE = 1 << 19
+"""Bytes of a prompt's likeliest tokens or texts in a message that has nothing else: half of what it carries."""
+MAX_FACTS_BESIDE = 1 << 14
+"""Bytes of a prompt's likeliest tokens or texts, each, in a message with tokens. That is for prompts of at most
+MAX_PROMPT_BESIDE tokens, whose ids and logprobs take a quarter of a message."""
+
+
+OF_THE_FIRST = (
+    "prompt_token_ids",
+    "prompt_logprobs",
+    "prompt_tops",
+    "prompt_token_texts",
+    "prompt_text",
+    "routed_experts",
+)
+"""The fields of a delta that only the first of its parts has."""
+
+
 class GenerationService:
     """Runs the generation requests of one worker.
 
@@ -273,11 +291,43 @@ def _in_parts(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
         for start in range(0, rows.tokens, count):
             yield GenerateDelta(token_ids=[], routed_experts=rows.cut(start, start + count))
         delta = delta.model_copy(update={"routed_experts": None})
+    ahead, delta = _prompt_facts(delta)
+    yield from ahead
     # A prompt with logprobs belongs to the first token, which comes in a delta of its own.
     if prompt is not None and len(prompt) > MAX_PROMPT_BESIDE and delta.prompt_logprobs is None:
         yield GenerateDelta(token_ids=[], prompt_token_ids=prompt)
         delta = delta.model_copy(update={"prompt_token_ids": None})
     yield from _of_few_tokens(delta, made)
+
+
+def _prompt_facts(delta: GenerateDelta) -> tuple[list[GenerateDelta], GenerateDelta]:
+    """Splits a prompt's likeliest tokens and texts off, if they are too large for one message with the tokens. Returns
+    the deltas that go ahead, and the rest."""
+    tops, texts, text = delta.prompt_tops, delta.prompt_token_texts or {}, delta.prompt_text or ""
+    sizes = {token: TEXT_KEY + len(one.encode("utf-8", "replace")) for token, one in texts.items()}
+    rows = tops.places * tops.row if tops is not None else 0
+    is_short = len(delta.prompt_token_ids or ()) <= MAX_PROMPT_BESIDE
+    if is_short and max(rows, sum(sizes.values()), 4 * len(text)) <= MAX_FACTS_BESIDE:
+        return [], delta
+    ahead: list[GenerateDelta] = []
+    if tops is not None:
+        count = max(1, MAX_FACTS_ALONE // tops.row)
+        for start in range(0, tops.places, count):
+            ahead.append(GenerateDelta(token_ids=[], prompt_tops=tops.cut(start, start + count)))
+    part: dict[str, str] = {}
+    left = MAX_FACTS_ALONE
+    for token, one in texts.items():
+        if part and sizes[token] > left:
+            ahead.append(GenerateDelta(token_ids=[], prompt_token_texts=part))
+            part, left = {}, MAX_FACTS_ALONE
+        part[token] = one
+        left -= sizes[token]
+    if part:
+        ahead.append(GenerateDelta(token_ids=[], prompt_token_texts=part))
+    for start in range(0, len(text), MAX_FACTS_ALONE // 4):
+        ahead.append(GenerateDelta(token_ids=[], prompt_text=text[start : start + MAX_FACTS_ALONE // 4]))
+    kept = dict.fromkeys(("prompt_tops", "prompt_token_texts", "prompt_text"))
+    return ahead, delta.model_copy(update=kept)
 
 
 def _texts_in(delta: GenerateDelta, start: int, end: int) -> dict[str, str] | None:
@@ -317,7 +367,7 @@ def _of_few_tokens(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
             ],
         }
         if start:
-            fields |= {"prompt_token_ids": None, "prompt_logprobs": None, "routed_experts": None}
+            fields |= dict.fromkeys(OF_THE_FIRST)
         if end < count:
             fields |= {"finish_reason": None, "stop_string": None}
         yield delta.model_copy(update=fields)

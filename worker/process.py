@@ -490,6 +490,8 @@ class WorkerProcess:
                 "max_model_len": info.max_model_len,
                 "transports": list(info.transports),
                 "lacks": lacking_fields(info.capabilities),
+                "max_prompt_top_logprobs": info.max_prompt_top_logprobs,
+                "kv_tokens": info.kv_tokens,
                 **({} if info.stage is None else {"stage": info.stage}),
                 "witnesses": info.witnesses,
                 **({} if self._nodes is None else {"nodes": self._nodes.rows()}),

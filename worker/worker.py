@@ -9,8 +9,9 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import msgpack
 import nats.errors
@@ -22,8 +23,10 @@ from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.canary import engine_kind
 from rl_plane.protocol.subjects import Subjects
 from rl_plane.protocol.update_requests import PreparedReply, Transport
+from rl_plane.protocol.worker_ops import EngineLoadReply
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
+from worker.engines.capabilities import CanReportLoad
 from worker.generation_service import GenerationService
 from worker.metrics.worker_facts import WorkerFacts
 from worker.ops.dispatcher import Dispatcher
@@ -50,6 +53,10 @@ log = logging.getLogger("worker")
 TICK_S = 0.5
 """The interval at which the worker checks leases, gates and its load."""
 LIVENESS_INTERVAL_S = 1.0
+LOAD_INTERVAL_S = 1.0
+"""Prometheus and trainers read metrics every few seconds."""
+LOAD_S = 10.0
+"""The longest wait for an engine's counts. It may be in a step, or swap weights. Then there are none for a while."""
 
 
 class Worker:
@@ -156,6 +163,8 @@ class Worker:
         await self._lock.start()
         # The engine may die or hang while the worker takes the committed weights.
         self._spawn(self._watch_engine(), lasting=True)
+        if isinstance(self._adapter, CanReportLoad):
+            self._spawn(self._watch_load(self._adapter))
         await self._registration.start()
         self._spawn(self._registration.keep(), lasting=True)
         await self._follower.settle()
@@ -266,6 +275,20 @@ class Worker:
             finally:
                 self._tell()
 
+    async def _watch_load(self, engine: CanReportLoad) -> None:
+        """Reads the engine's own counts for the metrics. Whether it answers at all is for `_watch_engine` to say."""
+        while True:
+            await asyncio.sleep(LOAD_INTERVAL_S)
+            try:
+                async with asyncio.timeout(LOAD_S):
+                    load = await self._engine.run(engine.engine_load())
+                self._handlers.engine_load = None if load is None else cast("EngineLoadReply", asdict(load))
+            except (TimeoutError, PlaneError):
+                self._handlers.engine_load = None
+            except Exception:
+                log.exception("the engine's load")
+                self._handlers.engine_load = None
+
     def facts(self) -> WorkerFacts:
         """The facts for the metrics."""
         state, staged = self.state, self.updates.staged
@@ -325,6 +348,9 @@ class Worker:
                 "waiting": waiting,
                 "running_tokens": state.tokens.running,
                 "waiting_tokens": state.tokens.waiting,
+                "prompt_tokens": state.tokens.prompts,
+                "tokens_made": state.tokens.made,
+                "engine_load": self._handlers.engine_load,
             }
         )
         if message != self._told:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from frontend.completions.completion_span import begin_call, end_call
@@ -23,13 +24,15 @@ from frontend.routing.retry import StaleStop
 from frontend.server.replies import to_json
 from rl_plane._util import tracing
 from rl_plane._util.tracing import OFF, Span
-from rl_plane.errors import PlaneError, Unlabelled
-from rl_plane.protocol.generation import GATHER_S, GenerateDelta, VersionSpan
+from rl_plane.errors import InvalidRequest, PlaneError, Unlabelled
+from rl_plane.protocol.generation import GATHER_S, GenerateDelta, VersionSpan, check_prompt_tops
 
 log = logging.getLogger("frontend.completions.call")
 
 EVENTS_QUEUE = 64
 """Deltas of all choices that may wait for a slow reader. Then the workers wait too."""
+MAX_TOPS_ON_LOOP = 1 << 13
+"""Likeliest tokens of prompts that the event loop itself writes into a reply, in some 10 ms. A thread writes more."""
 DONE = b"[DONE]"
 
 
@@ -64,6 +67,8 @@ class GenerationCall:
         """Messages with tokens that came from workers."""
         self._gather_s = 0.0
         """The seconds for which workers gather tokens."""
+        self._prompt_tops = 0
+        """The likeliest tokens of all prompts that have come, at all of their places."""
         self._choices = [Choice(index=index) for index in range(len(plan.requests))]
         self._last_tokens_at = [0.0] * len(self._choices)
         """Monotonic seconds of each choice's last tokens."""
@@ -84,7 +89,9 @@ class GenerationCall:
             except PlaneError as error:
                 self._add_partial(error)
                 raise
-        return self._reply.whole(self._plan, self._choices, model, created)
+        make = partial(self._reply.whole, self._plan, self._choices, model, created)
+        # A large reply takes a second to make, and other callers wait for the loop.
+        return await asyncio.to_thread(make) if self._prompt_tops > MAX_TOPS_ON_LOOP else make()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         plan, begun = self._plan, False
@@ -209,6 +216,13 @@ class GenerationCall:
         choice = self._choices[index]
         if isinstance(event, GenerateDelta) and event.token_ids:
             self._count(choice, len(event.token_ids))
+        if isinstance(event, GenerateDelta) and (tops := event.prompt_tops) is not None:
+            self._prompt_tops += tops.places * tops.count
+            try:
+                check_prompt_tops(self._prompt_tops)
+            except InvalidRequest as error:
+                self._name_choice(error, index)
+                raise
         if isinstance(event, StaleStop):
             self._service.engines.moves["cut"] += 1
         choice.take(event)

@@ -17,12 +17,21 @@ from frontend.completions.openai_bodies import (
     StreamOptions,
     TokenIds,
 )
-from frontend.completions.plans import DEFAULT_CHAT_TOKENS, ROUTED, Plan, read_prompts, requests_of, top_of
+from frontend.completions.plans import (
+    DEFAULT_CHAT_TOKENS,
+    ROUTED,
+    Plan,
+    read_prompts,
+    refuse_streamed,
+    requests_of,
+    top_of,
+)
 from frontend.completions.unserved_fields import IGNORED, UNSERVED, unsupported, without_unserved
 from frontend.routing.demands import DemandFields, demands_of
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import (
     MAX_BIASES,
+    MAX_PROMPT_TOP_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MAX_SALT_CHARS,
     MAX_STOPS,
@@ -46,10 +55,11 @@ class VllmSampling(SamplingBody):
     max_tokens: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=-1, le=MAX_TOP_LOGPROBS)
     """0 or 1: the logprob of the chosen token. More: also of this many of the likeliest tokens."""
-    prompt_logprobs: int | None = Field(None, ge=-1)
-    """0 or 1: the logprobs of the prompt's own tokens."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOP_LOGPROBS)
+    """The logprobs of the prompt's own tokens, and of this many of the likeliest tokens at each place. With `stream`: 0
+    or 1."""
     detokenize: bool | None = None
-    """No effect, because the reply has no text."""
+    """false: no `decoded_token` beside the prompt's logprobs. The reply has no other text."""
 
 
 class VllmGenerateBody(DemandFields):
@@ -75,6 +85,7 @@ class VllmGenerateBody(DemandFields):
 VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fields} | {
     "prompt_token_ids": "token_ids",
     "adapter": "model",
+    "prompt_top_logprobs": "sampling_params.prompt_logprobs",
     **ROUTED,
 }
 """A GenerateRequest's field → the caller's name for it, which errors use."""
@@ -86,8 +97,7 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
     sampling = parsed.sampling_params
     if sampling.logprobs == -1:
         raise unsupported("sampling_params.logprobs", f"send at most {MAX_TOP_LOGPROBS}")
-    if sampling.prompt_logprobs not in (None, 0, 1):
-        raise unsupported("sampling_params.prompt_logprobs", "send 0 or 1: only the tokens' own are there")
+    refuse_streamed(bool(parsed.stream), sampling.prompt_logprobs, "sampling_params.prompt_logprobs")
     if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
     own = {
@@ -97,6 +107,8 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
         "logprobs": sampling.logprobs is not None,
         "top_logprobs": top_of(sampling.logprobs),
         "prompt_logprobs": sampling.prompt_logprobs is not None,
+        "prompt_top_logprobs": sampling.prompt_logprobs or 0,
+        "prompt_token_texts": sampling.prompt_logprobs is not None and sampling.detokenize is not False,
         "routed_experts": bool(parsed.return_routed_experts),
     }
     return Plan(
@@ -180,7 +192,8 @@ class SglangGenerateBody(DemandFields):
     sampling_params: SglangSampling | None = None
     return_logprob: bool | None = None
     top_logprobs_num: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    """With `return_logprob`: also the logprobs of this many of the likeliest tokens, for the generated ones."""
+    """With `return_logprob`: also the logprobs of this many of the likeliest tokens, at the places of the generated
+    tokens, and of the prompt's tokens from `logprob_start_len` on."""
     logprob_start_len: int | None = Field(None, ge=-1)
     """-1: logprobs of the generated tokens. N: also of the prompt's tokens from number N. The first of these is null,
     as in SGLang."""
@@ -204,6 +217,7 @@ SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.mode
     "logprobs": "return_logprob",
     "top_logprobs": "top_logprobs_num",
     "prompt_logprobs": "logprob_start_len",
+    "prompt_top_logprobs": "top_logprobs_num",
     **ROUTED,
 }
 """A GenerateRequest's field → the name that SGLang's callers use."""
@@ -252,6 +266,7 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         "logprobs": bool(parsed.return_logprob),
         "top_logprobs": parsed.top_logprobs_num or 0,
         "prompt_logprobs": bool(parsed.return_logprob) and start >= 0,
+        "prompt_top_logprobs": (parsed.top_logprobs_num or 0) if start >= 0 else 0,
         "routed_experts": bool(parsed.return_routed_experts),
     }
     return Plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frontend.completions.openai_replies import prompt_logprobs, token_name, top_rows, usage
+from frontend.completions.openai_replies import prompt_logprobs, scored_prompt, token_name, top_rows, usage
 from frontend.completions.plans import Plan
 from frontend.completions.reply_choice import Choice, spans_of
 from rl_plane.protocol.generation import GenerateDelta
@@ -118,11 +118,14 @@ def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
             meta["output_top_logprobs"] = [
                 [[value, token, None] for token, value in top] for top in choice.top_logprobs
             ]
-        scored = zip(prompt, choice.prompt_logprobs or [], strict=True) if choice.prompt_logprobs else ()
-        inputs: list[list[Any]] = [[value, token, None] for token, value in scored][plan.scored_from :]
+        scored = list(scored_prompt(choice))[plan.scored_from :] if choice.prompt_logprobs else []
+        inputs: list[list[Any]] = [[value, token, None] for token, value, _ in scored]
         if inputs:
             inputs[0][0] = None  # SGLang scores each token but the first one that was asked for
         meta["input_token_logprobs"] = inputs
+        if plan.requests[0].prompt_top_logprobs and scored:
+            tops = [[[value, token, None] for token, value in place.tops] for _, _, place in scored[1:]]
+            meta["input_top_logprobs"] = [None, *tops]
     if plan.routed_experts and choice.finish_reason is not None:
         meta["routed_experts"] = as_int32(choice.routed_experts)
     reply = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}

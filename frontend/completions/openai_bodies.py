@@ -15,6 +15,7 @@ from rl_plane.protocol.generation import (
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_PROMPT_TOKENS,
+    MAX_PROMPT_TOP_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MAX_SALT_CHARS,
     MAX_STOPS,
@@ -133,10 +134,11 @@ class GenerationBody(SamplingBody, DemandFields):
     return_token_ids: bool | None = None
     """Return each choice's `token_ids` with their logprobs, whatever `logprobs` says, and `prompt_token_ids`. Also in
     `nvext`."""
-    prompt_logprobs: int | None = Field(None, ge=-1)
-    """0 or 1 (or true): return the logprob of each token of the prompt, given the tokens before it."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOP_LOGPROBS)
+    """Return the logprob of each token of the prompt, given the tokens before it, and those of this many of the
+    likeliest tokens at its place. true means 1. With `stream`: 0 or 1."""
     return_prompt_logprobs: bool | None = None
-    """Dynamo's name for `prompt_logprobs`. Also in `nvext`."""
+    """Dynamo's name for `prompt_logprobs: 0`. Also in `nvext`."""
     return_tokens_as_token_ids: bool | None = None
     """Name the tokens beside logprobs by their ids, `token_id:5`. Default: by their texts."""
     return_routed_experts: bool | None = None
@@ -162,6 +164,11 @@ class CompletionBody(GenerationBody):
     """With several prompts, choice j of prompt i has the index i * n + j."""
     add_special_tokens: bool | None = None
     """Add the special tokens that the tokenizer puts around a text. Default true, as in `/tokenize`."""
+    max_tokens: int | None = Field(None, ge=0)
+    """0, with `echo`: the reply has the prompt and its scores, and no new token."""
+    echo: bool | None = None
+    """Put the prompt before the new tokens, in the text and in the logprobs. With `return_token_ids` the text has the
+    new tokens alone, as in vLLM."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """0 or 1 (or true): the logprob of the chosen token. More: also of this many of the likeliest tokens."""
 

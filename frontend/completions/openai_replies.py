@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from frontend.completions.plans import Plan
@@ -10,7 +10,12 @@ from frontend.completions.reply_choice import Choice, spans_of
 from frontend.server.replies import error_body
 from rl_plane.errors import PlaneError
 from rl_plane.protocol.generation import GenerateDelta
+from rl_plane.protocol.prompt_tops import PromptPlace
 from rl_plane.protocol.routed_experts import as_npy
+
+LEAST_LOGPROB = -9999.0
+"""vLLM's number for a token that can't come. JSON has no infinity."""
+UNKNOWN_PLACE = PromptPlace(None, [])
 
 _TYPES = {
     401: "authentication_error",
@@ -75,12 +80,64 @@ def top_rows(made: Choice | GenerateDelta) -> list[list[tuple[int, float]]]:
     return made.top_logprobs if made.top_logprobs is not None else [[] for _ in made.token_ids]
 
 
+def scored_prompt(choice: Choice) -> Iterator[tuple[int, float | None, PromptPlace]]:
+    """Each token of the prompt with its logprob and its place. The first has no logprob."""
+    places = [UNKNOWN_PLACE]
+    places += choice.prompt_tops.rows() if choice.prompt_tops is not None else []
+    rows = zip(choice.prompt_token_ids or (), choice.prompt_logprobs or (), strict=True)
+    for place, (token, value) in enumerate(rows):
+        yield token, value, places[place] if place < len(places) else UNKNOWN_PLACE
+
+
 def prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
-    """vLLM's form: for each token of the prompt a map from its id. The first is null."""
+    """vLLM's form: for each token of the prompt a map from its id, and from those of the likeliest tokens at its place.
+    The first is null."""
     if choice.prompt_logprobs is None or choice.prompt_token_ids is None:
         return None
-    rows = zip(choice.prompt_token_ids, choice.prompt_logprobs, strict=True)
-    return [None if value is None else {str(token): {"logprob": value}} for token, value in rows]
+    texts = choice.token_texts
+    rows: list[dict[str, Any] | None] = []
+    for token, value, place in scored_prompt(choice):
+        if value is None:
+            rows.append(None)
+            continue
+        # Clients sort by the rank. An engine that does not know it has at least not found the token among the tops.
+        rank = place.rank or (len(place.tops) + 1 if place.tops else None)
+        row = {str(token): _scored(value, rank, token, texts)}
+        for number, (one, logprob) in enumerate(place.tops, 1):
+            row[str(one)] = _scored(value if one == token else logprob, number, one, texts)
+        rows.append(row)
+    return rows
+
+
+def _scored(logprob: float, rank: int | None, token: int, texts: Mapping[str, str]) -> dict[str, Any]:
+    return {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": texts.get(str(token))}
+
+
+def _echoed(plan: Plan, choice: Choice) -> dict[str, Any]:
+    """The logprobs of the prompt, in the form of `/v1/completions`."""
+    texts, at = choice.token_texts, 0
+    found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token, value, place in scored_prompt(choice):
+        tops = [*place.tops[: plan.echoed_tops], (token, value)]
+        found["tokens"].append(_name(token, texts))
+        found["token_logprobs"].append(value)
+        found["top_logprobs"].append(
+            None
+            if value is None
+            else {_name(one, texts): max(each, LEAST_LOGPROB) for one, each in tops if each is not None}
+        )
+        found["text_offset"].append(at)
+        at += len(texts.get(str(token), ""))
+    return found
+
+
+def _with_echo(plan: Plan, choice: Choice, logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The logprobs of a choice's first tokens, behind those of the prompt."""
+    if logprobs is None or choice.prompt_logprobs is None:
+        return logprobs
+    shift = len(choice.prompt_text)
+    logprobs = {**logprobs, "text_offset": [shift + at for at in logprobs["text_offset"]]}
+    return {name: values + logprobs[name] for name, values in _echoed(plan, choice).items()}
 
 
 def usage(plan: Plan, choices: list[Choice]) -> dict[str, int]:
@@ -136,12 +193,14 @@ def whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[s
 
 
 def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
-    content: dict[str, Any] = {"text": choice.text}
+    content: dict[str, Any] = {"text": choice.prompt_text + choice.text}
     if plan.chat:
         content = {"message": {"role": "assistant", "content": choice.text}}
     logprobs = None
     if plan.logprobs:
         logprobs = _logprobs(plan.chat, choice, choice.offsets)
+    if plan.echo:
+        logprobs = _with_echo(plan, choice, logprobs)
     reply: dict[str, Any] = {
         "index": choice.index,
         **content,
@@ -180,13 +239,15 @@ class Chunks:
         """The chunk of a delta that `choice` has just taken. `offset`: where its text begins."""
         plan, first = self._plan, choice.index not in self._begun
         self._begun.add(choice.index)
-        content: dict[str, Any] = {"text": delta.text}
+        content: dict[str, Any] = {"text": (choice.prompt_text if first else "") + delta.text}
         if plan.chat:
             content = {"delta": {**({"role": "assistant"} if first else {}), "content": delta.text}}
         logprobs = None
         if plan.logprobs:
-            offsets = [offset] * len(delta.token_ids)
+            offsets = [offset + (0 if first else len(choice.prompt_text))] * len(delta.token_ids)
             logprobs = _logprobs(plan.chat, delta, offsets)
+        if plan.echo and first:
+            logprobs = _with_echo(plan, choice, logprobs)
         row: dict[str, Any] = {
             "index": choice.index,
             **content,

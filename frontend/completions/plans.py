@@ -24,7 +24,7 @@ from frontend.completions.unserved_fields import unsupported, without_unserved
 from frontend.routing.demands import NO_DEMANDS, Demands, demands_of
 from frontend.routing.progress import check_can_continue
 from rl_plane.errors import InvalidRequest
-from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.generation import GenerateRequest, check_prompt_tops
 from rl_plane.protocol.validation import invalid_from_pydantic, parse_body
 
 DEFAULT_MAX_TOKENS = 16
@@ -34,6 +34,8 @@ DEFAULT_CHAT_TOKENS = 256
 
 
 PROMPTS = frozenset({"prompt", "prompt_token_ids"})
+UNSCORED = {"prompt_logprobs": False, "prompt_top_logprobs": 0, "prompt_token_texts": False}
+"""The fields of a request whose prompt another choice scores."""
 ROUTED = {"routed_experts": "return_routed_experts"}
 """A GenerateRequest's field → the caller's name for it."""
 
@@ -64,6 +66,10 @@ class Plan:
     """The caller asked for no tokens. The engine makes one beside the scores of the prompt, and the reply drops it."""
     scored_from: int = 0
     """The first token of the prompt whose logprob the caller asked for."""
+    echo: bool = False
+    """The prompt stands before the new tokens, in the text and in the logprobs."""
+    echoed_tops: int = 0
+    """With `echo`: the number of likeliest tokens beside each token of the prompt in the logprobs."""
     any_length: bool = False
     """The caller did not choose `max_tokens`, so fewer tokens will do where there is no room for so many."""
 
@@ -84,6 +90,9 @@ class Plan:
         return f"{name}.{index // self.n}" if self.batch and field in PROMPTS else name
 
     def __post_init__(self) -> None:
+        # The size of a text is an estimate. The call counts the rows that come.
+        rows = sum(one.prompt_top_logprobs * one.prompt_size() for one in self.requests)
+        check_prompt_tops(rows, self.field_of("prompt_top_logprobs", 0))
         if self.demands.migrate:
             if self.instance_id is not None:
                 raise InvalidRequest(
@@ -125,7 +134,31 @@ def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
     if parsed.add_special_tokens is not None:
         prompts = prompts.with_special_tokens(parsed.add_special_tokens)
     tokens, logprobs = parsed.max_tokens, parsed.logprobs
-    return _plan(parsed, request_id, prompts, tokens, logprobs is not None, top_of(logprobs))
+    if tokens == 0 and not parsed.echo:
+        raise InvalidRequest(
+            "max_tokens is 0, and the prompt is not echoed",
+            field="max_tokens",
+            fix="send echo: true too, or at least 1",
+        )
+    return _plan(parsed, request_id, prompts, tokens, logprobs is not None, top_of(logprobs), _echo_of(parsed))
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The parts of a prompt that `echo` asks for."""
+
+    has_text: bool
+    logprobs: int | None
+    """The caller's `logprobs`."""
+
+
+def _echo_of(body: CompletionBody) -> Echo | None:
+    """vLLM's echo: the caller's `logprobs` count for the prompt too, and a caller who reads token ids gets no text of
+    the prompt."""
+    if not body.echo:
+        return None
+    reads_ids = bool(body.return_token_ids or (body.nvext is not None and body.nvext.return_token_ids))
+    return Echo(has_text=not reads_ids, logprobs=body.logprobs)
 
 
 def top_of(logprobs: int | None) -> int:
@@ -232,34 +265,42 @@ def plan_chat(body: dict[str, Any], request_id: str) -> Plan:
 
 
 def _plan(
-    body: GenerationBody, request_id: str, prompts: Prompts, max_tokens: int | None, logprobs: bool, top: int
+    body: GenerationBody,
+    request_id: str,
+    prompts: Prompts,
+    max_tokens: int | None,
+    logprobs: bool,
+    top: int,
+    echo: Echo | None = None,
 ) -> Plan:
     """`max_tokens`: the caller's."""
     stream = bool(body.stream)
     if body.stream_options is not None and not stream:
         raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
-    if body.prompt_logprobs not in (None, 0, 1):
-        raise unsupported(
-            "prompt_logprobs",
-            "send 0 or 1: only the prompt's own tokens have logprobs",
-            f"prompt_logprobs: {body.prompt_logprobs}",
-        )
+    refuse_streamed(stream, body.prompt_logprobs, "prompt_logprobs")
     nvext, chat = body.nvext or NvExt(), isinstance(body, ChatBody)
     asked = [
         tells_tokens(body.extra_fields, "extra_fields"),
         tells_tokens(nvext.extra_fields, "nvext.extra_fields"),
     ]
     tokens_out = any(asked) or bool(body.return_token_ids or nvext.return_token_ids)
+    default = DEFAULT_CHAT_TOKENS if chat else DEFAULT_MAX_TOKENS
+    scored = body.prompt_logprobs
+    if scored is None and echo is not None:
+        scored = echo.logprobs
+    by_ids = bool(body.return_tokens_as_token_ids)
     own = {
         "id": request_id,
-        "max_tokens": max_tokens or (DEFAULT_CHAT_TOKENS if chat else DEFAULT_MAX_TOKENS),
+        "max_tokens": default if max_tokens is None else max(1, max_tokens),
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
         "cache_salt": body.cache_salt,
         "logprobs": logprobs or tokens_out,
         "top_logprobs": top,
-        "token_texts": logprobs and not body.return_tokens_as_token_ids,
-        "prompt_logprobs": body.prompt_logprobs is not None
-        or bool(body.return_prompt_logprobs or nvext.return_prompt_logprobs),
+        "token_texts": logprobs and not by_ids,
+        "prompt_logprobs": scored is not None or bool(body.return_prompt_logprobs or nvext.return_prompt_logprobs),
+        "prompt_top_logprobs": scored or 0,
+        "prompt_token_texts": scored is not None and not by_ids,
+        "prompt_text": echo is not None and echo.has_text,
         "routed_experts": bool(body.return_routed_experts or nvext.return_routed_experts),
     }
     return Plan(
@@ -274,10 +315,24 @@ def _plan(
         demands=demands_of(body, nvext),
         fields=dict.fromkeys(PROMPTS, prompts.field)
         | ROUTED
+        | {"prompt_top_logprobs": "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"}
+        | {"prompt_text": "echo"}
         | ({} if logprobs or not tokens_out else {"logprobs": "return_token_ids"}),
         batch=len(prompts.each) if prompts.batch else None,
+        scores_only=max_tokens == 0,
+        echo=echo is not None,
+        echoed_tops=(echo.logprobs or 0) if echo is not None else 0,
         any_length=max_tokens is None,
     )
+
+
+def refuse_streamed(stream: bool, prompt_logprobs: int | None, field: str) -> None:
+    """Raises InvalidRequest for a stream whose first event would have the likeliest tokens of a whole prompt, as vLLM
+    does. `field`: the caller's name for it."""
+    if stream and (prompt_logprobs or 0) > 1:
+        raise InvalidRequest(
+            f"{field} is {prompt_logprobs} in a stream", field=field, fix="send at most 1, or leave stream out"
+        )
 
 
 def requests_of(
@@ -339,7 +394,7 @@ def requests_of(
                 **prompts[prompt],
                 "id": f"{first.id}-{index}",
                 "seed": None if first.seed is None else first.seed + place,
-                "prompt_logprobs": first.prompt_logprobs and (score_each or not place),
+                **({} if score_each or not place else UNSCORED),
             }
         )
 

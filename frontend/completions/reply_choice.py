@@ -11,6 +11,7 @@ from frontend.routing.engine_client import Event
 from frontend.routing.progress import ChoiceTokens
 from frontend.routing.retry import StaleStop
 from rl_plane.protocol.generation import GenerateDelta, VersionSpan
+from rl_plane.protocol.prompt_tops import PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts
 
 
@@ -28,7 +29,7 @@ class Choice(ChoiceTokens):
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     token_texts: dict[str, str] = field(default_factory=dict)
-    """The texts of tokens with logprobs, by their ids. Empty unless they were asked for."""
+    """The texts of tokens with logprobs, by their ids, those of the prompt too. Empty unless they were asked for."""
     text: str = ""
     offsets: list[int] = field(default_factory=list)
     """The place of each token in `text`. Tokens that came together share one."""
@@ -36,6 +37,10 @@ class Choice(ChoiceTokens):
     stop_string: str | None = None
     prompt_logprobs: list[float | None] | None = None
     """None until the first token."""
+    prompt_tops: PromptTops | None = None
+    """One row for each of `prompt_logprobs` after the first, from an engine that reports them."""
+    prompt_text: str = ""
+    """Empty unless it was asked for."""
     routed_experts: RoutedExperts | None = None
     is_unlabelled: bool = False
     """Some of the tokens belong to no version, so an error carries none of them."""
@@ -55,7 +60,8 @@ class Choice(ChoiceTokens):
         if not event.at:
             # Another worker begins anew, so what the last one said does not count.
             self.restart()
-            self.prompt_logprobs = self.routed_experts = None
+            self.prompt_logprobs = self.prompt_tops = self.routed_experts = None
+            self.prompt_text = ""
         elif self.routed_experts is not None:
             # Rows that came ahead of tokens which never followed do not count.
             rows = len(self.prompt_token_ids or ()) + len(self.token_ids) - 1
@@ -73,6 +79,9 @@ class Choice(ChoiceTokens):
             self.token_texts.update(delta.token_texts)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
+        self.token_texts.update(delta.prompt_token_texts or {})
+        self.prompt_tops = PromptTops.joined([self.prompt_tops, delta.prompt_tops])
+        self.prompt_text += delta.prompt_text or ""
         self.routed_experts = RoutedExperts.joined([self.routed_experts, delta.routed_experts])
         self.finish_reason, self.stop_string = delta.finish_reason, delta.stop_string
 

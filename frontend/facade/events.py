@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from nats.aio.msg import Msg
 
-from frontend.facade.kept_events import KeptEvents, Kind, passing
+from frontend.facade.kept_events import KeptEvents, Kind, last_admissions, passing
 from frontend.facade.stored_events import StoredEvents
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
@@ -97,7 +97,11 @@ class FleetEvents:
 
     async def start(self) -> None:
         """Call it before `FleetStatus.start`, so that no change is missed."""
-        self._kept.load(await self.stored.start())
+        earlier = await self.stored.start()
+        self._kept.load(earlier)
+        # A worker that left while no frontend ran is told anew when it returns.
+        there = {member.instance_id for member in self._view.snapshot()}
+        self._workers = {key: data for key, data in last_admissions(earlier).items() if key in there}
         state = self._view.subjects.state
         self._made = self._view.record.made if self._view.record is not None else None
         self._stop_view = self._view.listen(self._on_member)

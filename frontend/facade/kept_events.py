@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +40,18 @@ def passing(kind: Kind, data: dict[str, Any], at: float | None = None) -> bytes:
     event before it. `at`: Unix seconds; None for now."""
     told = to_json({**data, "at": time.time() if at is None else at})
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), told)
+
+
+def last_admissions(events: Iterable[FleetEvent]) -> dict[str, dict[str, Any]]:
+    """The data of each worker's last `admission` event, by its instance id, for workers that have not left since.
+    `events`: oldest first."""
+    found: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event.kind == "admission":
+            found[event.data["instance_id"]] = event.data
+        elif event.kind == "member" and event.data.get("change") == "left":
+            found.pop(event.data["instance_id"], None)
+    return found
 
 
 class KeptEvents:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,8 @@ from prometheus_client.metrics_core import Metric
 
 from frontend.completions.token_timings import TokenTimings
 from frontend.metrics.update_metrics import UpdateMetrics
+from frontend.metrics.upstream_names import upstream_families
+from frontend.routing.engine_facts import EngineFacts
 from rl_plane._util.metric_families import (
     OUTCOMES,
     MetricsPage,
@@ -72,11 +74,15 @@ class FactsSource(Protocol):
 
     def generation_facts(self) -> GenerationFacts: ...
 
+    def engine_facts(self) -> Sequence[EngineFacts]: ...
+
 
 class FrontendMetrics:
-    """The page of `GET /metrics`. `facts` returns the facts of the other parts."""
+    """The page of `GET /metrics`. `facts` returns the facts of the other parts. `dialects`: those that are switched on,
+    whose clients read the engines' load by names of their own."""
 
-    def __init__(self, facts: FactsSource) -> None:
+    def __init__(self, facts: FactsSource, dialects: Iterable[str] = ()) -> None:
+        self._dialects = tuple(dialects)
         self.updates = UpdateMetrics()
         self._facts = facts
         self._calls: Counter[tuple[str, ...]] = Counter()
@@ -98,6 +104,8 @@ class FrontendMetrics:
         words = "Changing calls that this frontend has carried out, by outcome: ok, or the error's code."
         yield counters("rl_plane_calls", words, ["op", "outcome"], self._calls)
         yield from _generation(self._facts.generation_facts())
+        if self._dialects:
+            yield from upstream_families(self._dialects, self._facts.engine_facts())
 
 
 def _fleet(now: FleetFacts) -> Iterable[Metric]:

@@ -30,6 +30,7 @@ from rl_plane.errors import (
 from rl_plane.membership.core import Member
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.prompt_tops import PromptTops
 from rl_plane.protocol.token_batching import joined
 from rl_plane.protocol.versions import WeightVersion
 
@@ -109,12 +110,15 @@ class Attempts:
                 if not await self._committed.is_known(accepted.version):
                     raise NotAdmitted(f"the worker serves {accepted.version.label}, which was never committed")
                 yield accepted
-                begun = False
+                begun, places = False, 0
                 while True:
                     for delta in _deltas(batch, request):
+                        if delta.prompt_tops is not None:
+                            _check_prompt_tops(delta.prompt_tops, request.prompt_top_logprobs)
+                            places += delta.prompt_tops.places
                         if delta.token_ids:
                             if request.prompt_logprobs and not begun:
-                                _check_prompt_logprobs(delta)
+                                _check_prompt_logprobs(delta, places, bool(request.prompt_top_logprobs))
                             begun = True
                         if delta.spans:
                             await self._committed.learn(delta.spans)
@@ -217,9 +221,19 @@ def _wrong_logprobs(delta: GenerateDelta) -> EngineFailed | None:
     return None
 
 
-def _check_prompt_logprobs(first: GenerateDelta) -> None:
+def _check_prompt_tops(rows: PromptTops, count: int) -> None:
+    if rows.count != count or not rows.fits:
+        raise EngineFailed(
+            f"the worker sent other rows of a prompt's likeliest tokens than {count} for each token"
+        )
+
+
+def _check_prompt_logprobs(first: GenerateDelta, places: int, has_tops: bool) -> None:
+    """`places`: the rows of likeliest tokens so far. `has_tops`: the request asks for them."""
     prompt, logprobs = first.prompt_token_ids or [], first.prompt_logprobs or []
     if not prompt or len(logprobs) != len(prompt) or logprobs[0] is not None:
         raise EngineFailed(f"the worker sent {len(logprobs)} prompt logprobs of {len(prompt)} tokens")
     if not all(value is not None and math.isfinite(value) for value in logprobs[1:]):
         raise EngineFailed("the worker sent prompt logprobs that are not finite numbers")
+    if places != len(prompt) - 1 and (places or has_tops):
+        raise EngineFailed(f"the worker sent the likeliest tokens of {places} places of {len(prompt)} tokens")

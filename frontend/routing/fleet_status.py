@@ -15,6 +15,7 @@ import msgpack
 from nats.aio.msg import Msg
 
 from frontend.routing.demands import Point
+from frontend.routing.engine_facts import NO_WORK, EngineFacts, WorkerWork
 from frontend.routing.router import Load
 from rl_plane._util.limited_log import LimitedLog
 from rl_plane._util.tasks import end_tasks
@@ -69,13 +70,14 @@ class WorkerStatus:
     """The sequence of the committed state that the worker holds. None: it does not hold one completely."""
     adapters: Mapping[str, Any] = field(default_factory=dict)
     """Adapter → the version that the worker holds."""
+    work: WorkerWork = NO_WORK
 
     @property
     def open(self) -> bool:
         return not self.reasons
 
     def but_load(self) -> WorkerStatus:
-        return replace(self, load=Load(), heard_at=0.0)
+        return replace(self, load=Load(), heard_at=0.0, work=NO_WORK)
 
     def serves(self, adapter: str | None) -> Point | None:
         """The version that makes the tokens of a request for this adapter. None: it is unknown."""
@@ -114,6 +116,7 @@ class WorkerStatus:
             bool(wire.get("paused")) or wire.get("pause_state") == "paused",
             wire.get("sequence"),
             wire.get("adapters") or {},
+            WorkerWork.from_wire(wire),
         )
 
 
@@ -213,6 +216,16 @@ class FleetStatus:
         """The requests that all engines run, and those that wait in them."""
         loads = [status.load for status in self._of_members()]
         return {"running": sum(one.running for one in loads), "waiting": sum(one.waiting for one in loads)}
+
+    def engine_facts(self) -> list[EngineFacts]:
+        """The engines of all members that have answered, by their instance ids."""
+        return [
+            EngineFacts.of(member, status.load, status.work)
+            for member in sorted(self._view.snapshot(), key=lambda member: member.instance_id)
+            if member.stage is None
+            and (status := self._known.get(member.instance_id)) is not None
+            and status.incarnation == member.incarnation
+        ]
 
     def _of_members(self) -> list[WorkerStatus]:
         known = ((member, self._known.get(member.instance_id)) for member in self._view.snapshot())

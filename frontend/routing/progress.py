@@ -15,6 +15,11 @@ from rl_plane.protocol.routed_experts import RoutedExperts
 PROMPT_FIELDS = ("prompt", "messages", "truncate_prompt_tokens")
 """The fields that the prompt's tokens replace."""
 
+OF_THE_PROMPT = ("prompt_logprobs", "prompt_token_texts", "prompt_text")
+"""The fields that ask for facts of the prompt. The worker of the first token has sent them."""
+TOLD_ALREADY = ("prompt_token_ids", "prompt_logprobs", "prompt_tops", "prompt_token_texts", "prompt_text")
+"""The fields of a delta that have such facts."""
+
 
 def check_can_continue(request: GenerateRequest) -> None:
     """Raises InvalidRequest where the tokens of two workers would differ from those of one."""
@@ -118,7 +123,8 @@ class GenerationProgress(ChoiceTokens):
                 "continued": count,
                 "max_tokens": self.most - count,
                 "min_tokens": max(0, request.min_tokens - count),
-                "prompt_logprobs": False,
+                **dict.fromkeys(OF_THE_PROMPT, False),
+                "prompt_top_logprobs": 0,
                 "seed": None if request.seed is None else seed_after(request.seed, count),
             }
         )
@@ -130,8 +136,13 @@ class GenerationProgress(ChoiceTokens):
         spans = _joined(self._spans_before, delta.spans, self._start) if delta.spans else []
         if delta.finish_reason is not None and not spans:
             spans = self.labelled()
-        fields = {"spans": spans, "prompt_token_ids": None, "prompt_logprobs": None}
-        return delta.model_copy(update=fields | {"routed_experts": self._unknown_rows(delta)})
+        return delta.model_copy(
+            update={
+                **dict.fromkeys(TOLD_ALREADY),
+                "spans": spans,
+                "routed_experts": self._unknown_rows(delta),
+            }
+        )
 
     def _unknown_rows(self, delta: GenerateDelta) -> RoutedExperts | None:
         rows = delta.routed_experts

@@ -22,6 +22,7 @@ from rl_plane.errors import (
     NotFound,
     NoWorkers,
     Overloaded,
+    PlaneError,
     Unavailable,
     Unsupported,
     WorkerLost,
@@ -31,6 +32,7 @@ from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, TOGETHER, GenerateRequest
 from rl_plane.protocol.subjects import check_instance_id
 
+TOPS = "prompt_top_logprobs"
 MAX_EXAMPLES = 3
 """Closed workers that an error names."""
 
@@ -66,7 +68,19 @@ class WorkerRequirements:
 def _lacks(member: Member, needs: WorkerRequirements) -> tuple[str, str] | None:
     """The first field that the member does not support, and why."""
     lacks = lacks_of(member.info)
-    return refused_by(lacks, needs.given(_fields_of(lacks))) if lacks else None
+    found = refused_by(lacks, needs.given(_fields_of(lacks))) if lacks else None
+    return found or _too_many_tops(member, needs.request)
+
+
+def _too_many_tops(member: Member, request: GenerateRequest) -> tuple[str, str] | None:
+    """The field that asks for more of a prompt's likeliest tokens than the member returns, and why that is too many."""
+    wanted, most = request.prompt_top_logprobs, _most_tops(member)
+    if wanted <= most:
+        return None
+    return (
+        TOPS,
+        f"{wanted} of the likeliest tokens beside each token of the prompt: {member.instance_id} has at most {most}",
+    )
 
 
 def _fields_of(lacks: Collection[str]) -> set[str]:
@@ -220,7 +234,7 @@ class WorkerSelector:
         unable = self._unable(needs, since)
         if needs.pinned is not None:
             if needs.pinned in unable:
-                raise _unsupported(*unable[needs.pinned])
+                raise self._refusal(needs, {needs.pinned: unable[needs.pinned]})
             return {key: status for key, status in admitted.items() if key == needs.pinned}
         out = self._out(needs, since, lost)
         return {key: status for key, status in admitted.items() if key not in out} if out else admitted
@@ -301,16 +315,35 @@ class WorkerSelector:
             named = {name for lacks in fields.values() for name in _fields_of(lacks)}
             self._lacking = Lacking(members.epoch, fields, named)
         given = needs.given(self._lacking.names)
-        if not given:
+        if not given and not needs.request.prompt_top_logprobs:
             return {}
         unable = {
+            one.instance_id: found
+            for one in members
+            if needs.request.prompt_top_logprobs and (found := _too_many_tops(one, needs.request)) is not None
+        } | {
             key: found
             for key, lacks in self._lacking.fields.items()
             if (found := refused_by(lacks, given)) is not None
         }
         if unable and len(unable) == len(members) and not self._may_be_back(needs, since):
-            raise _unsupported(*next(iter(unable.values())))
+            raise self._refusal(needs, unable)
         return unable
+
+    def _refusal(self, needs: WorkerRequirements, unable: Mapping[str, tuple[str, str]]) -> PlaneError:
+        """Why no worker serves the request. It is a limit if one of them would serve a smaller number."""
+        field, reason = min(unable.values(), key=lambda found: found[0] != TOPS)
+        if field != TOPS:
+            return _unsupported(field, reason)
+        asked = [one for one in self._view.snapshot() if needs.pinned in (None, one.instance_id)]
+        most = max((_most_tops(one) for one in asked if unable[one.instance_id][0] == TOPS), default=0)
+        return InvalidRequest(
+            f"{needs.request.prompt_top_logprobs} of a prompt's likeliest tokens: the engines return at most {most} "
+            "beside each token",
+            field=TOPS,
+            fix=f"send at most {most}",
+            limit=most,
+        )
 
     def _short(self, needs: WorkerRequirements) -> set[str]:
         if not needs.room:
@@ -377,6 +410,12 @@ class WorkerSelector:
 
 def _unsupported(field: str, reason: str) -> Unsupported:
     return Unsupported(reason, field=field, fix="leave it out, or start a worker of an engine that can")
+
+
+def _most_tops(member: Member) -> int:
+    """The number of likeliest tokens that the worker returns beside each token of a prompt."""
+    most = member.info.get("max_prompt_top_logprobs")
+    return most if isinstance(most, int) else 0
 
 
 def _room(member: Member) -> int:

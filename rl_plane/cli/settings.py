@@ -54,6 +54,7 @@ class Setting(click.Option):
         default: The value where neither is given.
         flag: The flag, if not `--name-with-dashes`.
         env: The variable without its prefix, if not the name in capitals.
+        alias: Another project's variable with the same meaning. It counts where the own variable is unset.
         separator: Makes the value a tuple. The flag may be repeated. The separator splits the variable; a comma also
             splits each flag.
         secret: Never show it in help, in messages, or in a process listing.
@@ -68,11 +69,13 @@ class Setting(click.Option):
         *,
         flag: str = "",
         env: str = "",
+        alias: str = "",
         separator: str = "",
         secret: bool = False,
     ) -> None:
         option = flag or "--" + name.replace("_", "-")
         self.variable = ENV_PREFIX + (env or name.upper())
+        self.variables = (self.variable, alias) if alias else (self.variable,)
         self.separator, self.secret = separator, secret
         self.otherwise = () if separator and default is None else default
         super().__init__(
@@ -81,7 +84,7 @@ class Setting(click.Option):
             type=kind,
             default=default,
             multiple=bool(separator),
-            envvar=self.variable,
+            envvar=self.variables if alias else self.variable,
             show_envvar=True,
             show_default=isinstance(default, (int, float, str)) and default is not False,
         )
@@ -203,7 +206,13 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "http_port", "The port of generation; 0 takes a free one, off opens none.", types.PORT_OR_OFF, 8000
         ),
-        Setting("admin_key", "The key of /v1/rl/*. Prefer the variable.", types.KEY, secret=True),
+        Setting(
+            "admin_key",
+            "The key of /v1/rl/*. Prefer the variable.",
+            types.KEY,
+            alias="SGLANG_OMNI_ADMIN_KEY",
+            secret=True,
+        ),
         Setting("api_key", "The key of generation. Prefer the variable.", types.KEY, secret=True),
         Setting("keys_file", "A file of keys with roles, made by `rl-plane keys http-add`.", types.FILE),
         Setting("insecure", "Listen beyond loopback without a key.", bool, False),
@@ -485,7 +494,7 @@ def command(
 
 def for_child(values: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Passes settings on to a child process: its flags, and its environment, which alone carries secrets."""
-    known = {setting.variable for setting in SETTINGS.values()}
+    known = {variable for setting in SETTINGS.values() for variable in setting.variables}
     env = {key: value for key, value in environ.items() if key not in known}
     argv: list[str] = []
     for name, value in values.items():

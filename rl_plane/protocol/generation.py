@@ -10,12 +10,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.prompt_tops import PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts
 
 MAX_PROMPT_TOKENS = 1 << 20
 """More prompt tokens than any engine takes. It bounds the list before the engine checks its own limit."""
 MAX_PROMPT_LOGPROBS = 1 << 16
 """Prompt logprobs of one request. They go in one message, with 14 bytes for each and its token."""
+MAX_PROMPT_TOP_LOGPROBS = 1024
+"""Likeliest tokens at each place of a prompt. A trainer that distils asks for a hundred; more than this says nothing of
+a distribution that the rest does not."""
+MAX_PROMPT_TOPS = 1 << 20
+"""Likeliest tokens of all prompts of one call together, at all of their places. A reply writes about 70 bytes for each,
+so this is 70 MB of JSON, and a frontend holds four times as much while it writes it."""
 
 MAX_BIASES = 1024
 MAX_ALLOWED_TOKENS = 1024
@@ -211,6 +218,12 @@ class GenerateRequest(BaseModel):
     """With `logprobs`: return the text of each token that has a logprob."""
     prompt_logprobs: bool = False
     """Return the logprobs of the prompt's tokens, each given the tokens before it."""
+    prompt_top_logprobs: int = Field(0, ge=0, le=MAX_PROMPT_TOP_LOGPROBS)
+    """With `prompt_logprobs`: return this many of the likeliest tokens too, beside each token of the prompt."""
+    prompt_token_texts: bool = False
+    """With `prompt_logprobs`: return the text of each token of the prompt, and of the likeliest tokens beside them."""
+    prompt_text: bool = False
+    """Return the text of the prompt."""
     routed_experts: bool = False
     """Return the experts that each token of the prompt and of the choice was sent to: `RoutedExperts`."""
     continued: int = Field(0, ge=0)
@@ -239,12 +252,26 @@ class GenerateRequest(BaseModel):
             )
 
     def check_prompt_logprobs(self, prompt: list[int]) -> None:
-        if self.prompt_logprobs and len(prompt) > MAX_PROMPT_LOGPROBS:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens, and prompt logprobs are limited to {MAX_PROMPT_LOGPROBS}",
-                field="prompt_logprobs",
-                fix="leave it out, or send a shorter prompt",
-            )
+        """Raises InvalidRequest if the prompt is too long for what is asked of it."""
+        for field, asked in (("prompt_logprobs", self.prompt_logprobs), ("prompt_text", self.prompt_text)):
+            if asked and len(prompt) > MAX_PROMPT_LOGPROBS:
+                raise InvalidRequest(
+                    f"the prompt has {len(prompt)} tokens, and {field} is limited to {MAX_PROMPT_LOGPROBS}",
+                    field=field,
+                    fix="leave it out, or send a shorter prompt",
+                )
+        check_prompt_tops(self.prompt_top_logprobs * len(prompt))
+
+
+def check_prompt_tops(count: int, field: str = "prompt_top_logprobs") -> None:
+    """Raises InvalidRequest if a call asks for too many of its prompts' likeliest tokens. `count`: of all places.
+    `field`: the caller's name for the number beside each token."""
+    if count > MAX_PROMPT_TOPS:
+        raise InvalidRequest(
+            f"{count} of the prompts' likeliest tokens are asked for, and at most {MAX_PROMPT_TOPS} fit one reply",
+            field=field,
+            fix="ask for fewer beside each token, or send fewer or shorter prompts in one call",
+        )
 
 
 def names_of(stream_id: str) -> tuple[str, str, str]:
@@ -337,11 +364,20 @@ class GenerateDelta(BaseModel):
     prompt_logprobs: list[float | None] | None = None
     """On the first delta with tokens, if requested: one for each token of the prompt, None for the first. They are from
     the weights of the first span."""
+    prompt_tops: PromptTops | None = None
+    """If prompt logprobs are requested: the rows of the next tokens of the prompt after the first, from an engine that
+    reports them. Rows may come before the tokens, in deltas without tokens. They are from the weights of the prompt
+    logprobs."""
+    prompt_token_texts: dict[str, str] | None = None
+    """The text of some tokens of the prompt and of `prompt_tops`, by the token's id, if requested. Before or with the
+    first tokens."""
+    prompt_text: str | None = None
+    """The next part of the prompt's text, if requested. Before or with the first tokens."""
     routed_experts: RoutedExperts | None = None
     """The next rows, if requested. Some rows may come before their tokens, in a delta without tokens. A choice that the
     engine did not end may have no rows."""
 
     @property
     def is_ahead(self) -> bool:
-        """Reports whether the delta has only rows of experts, or the prompt."""
+        """Reports whether the delta has only rows of experts, or facts of the prompt."""
         return not self.token_ids and not self.text and self.finish_reason is None

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from rl_plane.protocol.generation import GenerateDelta, VersionSpan
+from rl_plane.protocol.prompt_tops import PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts
 
 T = TypeVar("T")
@@ -40,6 +41,7 @@ def merged(batch: list[GenerateDelta]) -> GenerateDelta:
     # A delta with rows that arrive before their tokens has nothing else.
     with_logprobs = any(delta.logprobs is not None for delta in batch)
     with_tops = any(delta.top_logprobs is not None for delta in batch)
+    texts = [delta.prompt_text for delta in batch if delta.prompt_text is not None]
     spans: list[VersionSpan] = []
     for delta in batch:
         if delta.spans:
@@ -58,6 +60,9 @@ def merged(batch: list[GenerateDelta]) -> GenerateDelta:
         spans=spans,
         prompt_token_ids=_first(delta.prompt_token_ids for delta in batch),
         prompt_logprobs=_first(delta.prompt_logprobs for delta in batch),
+        prompt_tops=PromptTops.joined(delta.prompt_tops for delta in batch),
+        prompt_token_texts=_united(delta.prompt_token_texts for delta in batch),
+        prompt_text="".join(texts) if texts else None,
         routed_experts=RoutedExperts.joined(delta.routed_experts for delta in batch),
     )
 

@@ -94,6 +94,21 @@ class CanaryState(TypedDict):
     mismatch_kl: float | None
 
 
+class EngineLoadReply(TypedDict):
+    """The load of an engine, in its own counts."""
+
+    running: int
+    """The requests in the engine's batch."""
+    waiting: int
+    """The requests that wait for a place in the batch."""
+    kv_usage: float
+    """The part of the KV cache that is in use, from 0 to 1."""
+    preemptions: int | None
+    """The requests that have lost their KV to others since the engine started. None: the engine does not count them."""
+    tokens_per_s: float | None
+    """The rate at which the engine makes tokens. None: the engine does not tell it."""
+
+
 class UpdateOnWorker(TypedDict):
     """The update that a worker receives, or holds staged. It may be the committed version, which the worker fetches to
     heal."""
@@ -153,6 +168,10 @@ class StateReply(TypedDict):
     """The prompt tokens of the waiting requests."""
     tokens_made: int
     """The tokens that the engine has made since the worker's process started."""
+    prompt_tokens: int
+    """The prompt tokens of the requests that have begun since then."""
+    engine_load: EngineLoadReply | None
+    """The engine's own counts, about a second old. None: the engine does not tell them, or did not answer."""
     requests_ended: int
     """The requests that the engine has ended since then, by a stop or at their length. Each choice counts."""
     fence: int
@@ -251,6 +270,10 @@ class DescribeReply(TypedDict):
     """The number of adapters that may be loaded at once. None: the memory is the limit."""
     max_lora_rank: int | None
     """None: any."""
+    kv_tokens: int | None
+    """The tokens that the KV cache has room for. None: the engine does not tell it."""
+    max_prompt_top_logprobs: int
+    """The largest number of likeliest tokens beside each token of a prompt."""
     tensors: int
     tied: list[str]
     """Names that a full checkpoint may have too, because the model ties them to other tensors. `tensors`,

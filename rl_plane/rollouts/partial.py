@@ -63,7 +63,7 @@ OWN = frozenset(
     {"prompt_token_ids", "max_tokens", "return_token_ids", "stream", "stream_options", "n", "prompt", "messages"}
 )
 """Fields of a request that this module sets, or that it can't continue from."""
-OF_ONE_PROMPT = frozenset({"truncate_prompt_tokens", "prompt_logprobs", "return_prompt_logprobs"})
+OF_ONE_PROMPT = frozenset({"truncate_prompt_tokens", "prompt_logprobs", "return_prompt_logprobs", "echo"})
 """Fields whose meaning changes when the prompt includes a part of the completion."""
 OF_ONE_PART = frozenset({"one_version"})
 """Fields that hold for one part, but not for the completion: later weights make the next part."""

@@ -110,6 +110,29 @@ async def test_prompt_logprobs_are_those_of_a_plain_forward(start: Start, models
         assert result.deltas[0].prompt_logprobs is None
 
 
+@pytest.mark.parametrize("count", [0, 1, 5, VOCAB_SIZE])
+async def test_the_likeliest_tokens_of_a_prompt_are_those_of_a_plain_forward(
+    start: Start, models: Models, plain: Any, count: int
+) -> None:
+    engine = await start(models.tiny, max_batch_tokens=24, page_size=8)
+    prompt = prompt_of(1, 70)
+    result = await run(engine, ask(prompt, prompt_logprobs=True, prompt_top_logprobs=count, max_tokens=2))
+    first, *later = result.deltas
+    assert all(delta.prompt_tops is None for delta in later)
+    assert first.prompt_tops is not None
+    with torch.no_grad():
+        truth = plain(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+    for place, token, row in zip(first.prompt_tops.rows(), prompt[1:], truth, strict=True):
+        ids, values = [one for one, _ in place.tops], [value for _, value in place.tops]
+        assert values == pytest.approx(row.topk(count).values.tolist(), abs=1e-4)
+        assert values == pytest.approx(row[ids].tolist(), abs=1e-4)
+        assert abs((place.rank or 0) - int((row >= row[token]).sum())) <= 1  # a tie may round to either side
+        assert len(set(ids)) == count
+    with pytest.raises(InvalidRequest) as caught:
+        await run(engine, ask(prompt, prompt_logprobs=True, prompt_top_logprobs=VOCAB_SIZE + 1))
+    assert caught.value.facts["field"] == "prompt_top_logprobs"
+
+
 async def test_scoring_a_prompt_changes_nothing_for_later_requests(
     start: Start, models: Models, plain: Any
 ) -> None:

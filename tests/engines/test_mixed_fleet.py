@@ -21,7 +21,9 @@ from tests.support.mixed_fleet import client, http, mixed
 from tests.support.paths import ROOT
 
 pytest.importorskip("torch")
+pytest.importorskip("trl")
 pytest.importorskip("peft")
+import torch
 from safetensors.torch import load_file, save_file
 
 from frontend.routing.attempts import Attempts
@@ -52,6 +54,7 @@ from tests.support.mixed_fleet import (
     witnessed,
 )
 from tests.support.nixl_trainers import trainer
+from tests.support.prompt_scores import TRL_TOPS, ask_trl, check_rows, check_skyrl, check_trl, rows_of
 from tests.support.reference import logprobs_of, prompt_logprobs
 from tests.support.streaming_client import Streaming
 from tests.support.update_checks import check_updates
@@ -374,6 +377,38 @@ async def test_a_caller_that_leaves_ends_its_request_in_each_engine(
         await until_running(mixed.plane, client, instance_id, 0)
 
 
+async def test_the_load_that_engines_count_themselves(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    """vLLM and SGLang tell the use of their KV cache. `hf` does not, and then there is no number."""
+    rooms = {name: (await client.call(key, "describe")).body["kv_tokens"] for name, key in mixed.ids.items()}
+    assert rooms["hf"] is None
+    assert min(rooms["vllm"], rooms["sglang"]) > 1000
+    assert (await states(client))[mixed.ids["hf"]]["engine_load"] is None
+    for engine in ("vllm", "sglang"):
+        instance_id = mixed.ids[engine]
+
+        async def load(instance_id: str = instance_id) -> dict[str, Any]:
+            return (await states(client))[instance_id]["engine_load"] or {}
+
+        async def runs() -> bool:
+            found = await load()
+            return found.get("running") == 1 and 0 < found["kv_usage"] < 1
+
+        async def rests() -> bool:
+            found = await load()
+            return (found.get("running"), found.get("waiting")) == (0, 0)
+
+        body = {"max_tokens": ENDLESS[engine], "ignore_eos": True, "nvext": {"instance_id": instance_id}}
+        async with Streaming(http, **body) as stream:
+            await stream.until(lambda stream: len(stream.tokens) >= 5)
+            await mixed.plane.until(runs, END_S)
+        await mixed.plane.until(rests, END_S)
+        found = await load()
+        assert found["preemptions"] == (0 if engine == "vllm" else None)
+        assert (found["tokens_per_s"] is None) == (engine == "vllm")
+
+
 async def test_prompt_logprobs_are_the_references(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     # Not a witness: its logits are so large that one step of bfloat16 is more than the bound.
     weights = mixed.plane.tmp / "weights"
@@ -429,6 +464,79 @@ async def _scored_by_all(mixed: Mixed, http: httpx.AsyncClient, prompt: list[int
         if not left:
             return
     raise AssertionError(f"these have scored nothing: {left}")
+
+
+async def test_the_likeliest_tokens_of_prompts_are_the_references(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    base = mixed.tiny(1)
+    await client.run("update_weights", update_of(base, "tiny 1"))
+    pick = random.Random(8)
+    sequences = [[pick.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (LONG_PROMPT, 40)]
+    truths = [await asyncio.to_thread(rows_of, base, sequence) for sequence in sequences]
+    prompt, truth = sequences[0], truths[0]
+    tokenizer = await asyncio.to_thread(load_tokenizer, mixed.first)
+    for engine, instance_id in mixed.ids.items():
+        body: dict[str, Any] = {"prompt_token_ids": prompt, "max_tokens": 1, "nvext": {"instance_id": instance_id}}
+        for count in (0, 1, 8):
+            (choice,) = (await ask(http, **body, prompt_logprobs=count, logprobs=2))["choices"]
+            rows = choice["prompt_logprobs"]
+            check_rows(rows, prompt, truth, count, LOGPROB, ranks=engine != "sglang")
+            assert all(
+                one["decoded_token"] == tokenizer.decode([int(token)])
+                for row in rows[1:]
+                for token, one in row.items()
+            )
+            assert len(choice["logprobs"]["top_logprobs"][0]) in (2, 3), engine
+        most = {"vllm": TRL_TOPS}.get(engine, VOCAB_SIZE)
+        refused = await http.post("/v1/completions", json={**body, "prompt_logprobs": most + 1})
+        assert (refused.status_code, refused.json()["error"]["limit"]) == (400, most), engine
+        await _echoed_by(http, instance_id, sequences[1], truths[1], tokenizer)
+    starts = [600, 10]
+    by_trl = await ask_trl(str(http.base_url), list(mixed.ids.values()), sequences, starts, START_S)
+    assert by_trl.keys() == set(mixed.ids.values())
+    for found in by_trl.values():
+        check_trl(found, sequences, starts, truths, LOGPROB)
+    left = set(mixed.ids.values())
+    for first in range(3, 3 + 6 * SCORINGS, 6):
+        # Each prompt has a beginning of its own, so that all do not go to the worker that knows it.
+        prompts = [[token, *sequences[1]] for token in range(first, first + 6)]
+        rows = [await asyncio.to_thread(rows_of, base, prompt) for prompt in prompts]
+        pairs = zip(prompts, rows, strict=True)
+        calls = (check_skyrl(http, mixed.first.name, prompt, truth, 2, LOGPROB) for prompt, truth in pairs)
+        left -= set(await asyncio.gather(*calls))
+        if not left:
+            break
+    assert not left, "these have scored nothing"
+    await mixed.witnessed(client)
+
+
+async def _echoed_by(
+    http: httpx.AsyncClient, instance_id: str, prompt: list[int], truth: torch.Tensor, tokenizer: Any
+) -> None:
+    """An echoed prompt of tokens, scored without a new token, and one of text with new tokens."""
+    pinned = {"nvext": {"instance_id": instance_id}}
+    (choice,) = (await ask(http, prompt_token_ids=prompt, echo=True, max_tokens=0, logprobs=2, **pinned))[
+        "choices"
+    ]
+    assert choice["text"] == tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+    told = choice["logprobs"]
+    assert told["tokens"] == [tokenizer.decode([token]) for token in prompt]
+    true = truth.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    assert told["token_logprobs"] == [None, *(pytest.approx(value, abs=LOGPROB) for value in true)]
+    # By their ids: several tokens of this vocabulary read alike.
+    body = {"prompt_token_ids": prompt, "echo": True, "max_tokens": 0, "return_tokens_as_token_ids": True}
+    told = (await ask(http, **body, logprobs=2, **pinned))["choices"][0]["logprobs"]
+    assert told["tokens"] == [f"token_id:{token}" for token in prompt]
+    for row, values in zip(told["top_logprobs"][1:], truth, strict=True):
+        assert max(row.values()) == pytest.approx(float(values.max()), abs=LOGPROB)
+    text = "hello there"
+    body = {"prompt_token_ids": None, "prompt": text, "echo": True, "max_tokens": 3, "logprobs": 1, "n": 2}
+    for choice in (await ask(http, **body, temperature=0, **pinned))["choices"]:
+        tokens = tokenizer.encode(text)
+        assert choice["text"].startswith(text)
+        assert choice["logprobs"]["tokens"][: len(tokens)] == [tokenizer.decode([token]) for token in tokens]
+        assert len(choice["logprobs"]["token_logprobs"]) == len(tokens) + 3
 
 
 async def test_weights_that_are_no_numbers_make_no_tokens(

@@ -149,22 +149,28 @@ async def test_a_chat(plane: Plane, http: httpx.AsyncClient) -> None:
     assert again["nvext"]["token_ids"] == PROMPT
 
 
-def prompt_logprobs_under(digest: str, prompt: list[int]) -> list[dict[str, Any] | None]:
-    rows = zip(prompt, fake_prompt_logprobs(digest, prompt), strict=True)
-    return [None if value is None else {str(token): {"logprob": value}} for token, value in rows]
+def prompt_logprobs_under(digest: str, prompt: list[int], *, texts: bool = True) -> list[dict[str, Any] | None]:
+    return [
+        None
+        if value is None
+        else {
+            str(token): {"logprob": value, "rank": 1, "decoded_token": f" t{token}" if texts else None},
+        }
+        for token, value in zip(prompt, fake_prompt_logprobs(digest, prompt), strict=True)
+    ]
 
 
 async def test_prompt_logprobs_are_where_vllm_has_them(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn()
     version = await update(plane, 1)
-    expected = prompt_logprobs_under(version["digest"], PROMPT)
     asked: list[dict[str, Any]] = [
         {"prompt_logprobs": 0},
-        {"prompt_logprobs": True},
+        {"prompt_logprobs": True},  # the fake engine's likeliest token is the prompt's own
         {"return_prompt_logprobs": True},
         {"nvext": {"return_prompt_logprobs": True}},
     ]
     for fields in asked:
+        expected = prompt_logprobs_under(version["digest"], PROMPT, texts="prompt_logprobs" in fields)
         reply = await ask(http, n=2, max_tokens=2, **fields)
         assert [choice["prompt_logprobs"] for choice in reply["choices"]] == [expected, expected]
         assert "prompt_logprobs" not in reply

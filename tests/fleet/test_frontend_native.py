@@ -61,7 +61,7 @@ async def test_vllms_generate(plane: Plane, http: httpx.AsyncClient) -> None:
         assert choice["instance_id"] == worker.instance_id
     scored = fake_prompt_logprobs(digest, PROMPT)
     expected = [
-        None if value is None else {str(token): {"logprob": value}}
+        None if value is None else {str(token): {"logprob": value, "rank": 1, "decoded_token": None}}
         for token, value in zip(PROMPT, scored, strict=True)
     ]
     assert reply["prompt_logprobs"] == expected
@@ -306,7 +306,13 @@ async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
         (VLLM, {**ids, "sampling_params": {"stop": [""]}}, 400, "sampling_params.stop.0"),
         (VLLM, {**ids, "sampling_params": {"logprobs": -1}}, 501, "sampling_params.logprobs"),
         (VLLM, {**ids, "sampling_params": {"logprobs": 21}}, 400, "sampling_params.logprobs"),
-        (VLLM, {**ids, "sampling_params": {"prompt_logprobs": 2}}, 501, "sampling_params.prompt_logprobs"),
+        (VLLM, {**ids, "sampling_params": {"prompt_logprobs": -1}}, 400, "sampling_params.prompt_logprobs"),
+        (
+            VLLM,
+            {**ids, "sampling_params": {"prompt_logprobs": 2}, "stream": True},
+            400,
+            "sampling_params.prompt_logprobs",
+        ),
         (SGLANG, {"input_ids": PROMPT, "top_logprobs_num": 21}, 400, "top_logprobs_num"),
         (SGLANG, {"input_ids": PROMPT, "top_logprobs_num": 2}, 400, "top_logprobs_num"),
         (VLLM, {**ids, "features": {"mm_hashes": {}}}, 501, "features"),

@@ -50,6 +50,8 @@ async def test_a_frontend_that_is_killed_leaves_its_events_to_the_next_one(
     after = _events(url, capsys)
     assert after[: len(before)] == before
     assert {"update", "admission"} <= {one["event"] for one in before}
+    repeated = [one for one in after[len(before) :] if one["event"] == "admission"]
+    assert repeated == [], "nothing has changed at the worker"
     ids = [one["id"] for one in after]
     assert ids == sorted(set(ids))
     worker.kill()

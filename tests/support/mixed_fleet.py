@@ -30,7 +30,7 @@ ENGINES = ("hf", "vllm", "sglang")
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "hf": {},
-    "vllm": {"max_lora_rank": "8", "max_model_len": "16384"},
+    "vllm": {"max_lora_rank": "8", "max_model_len": "16384", "max_logprobs": "100"},
     "sglang": {"max_lora_rank": "8"},
 }
 

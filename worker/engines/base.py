@@ -155,6 +155,11 @@ class EngineInfo:
     """The number of adapters that may be loaded at once. None: as many as memory allows."""
     max_lora_rank: int | None = None
     """The largest rank of an adapter. None: any rank."""
+    kv_tokens: int | None = None
+    """The tokens that the KV cache has room for. None: the engine does not tell it."""
+    max_prompt_top_logprobs: int = 0
+    """The largest number of likeliest tokens that the engine returns beside each token of a prompt. 0: it returns
+    none."""
     tp_size: int = 1
     """Ranks of tensor parallelism."""
     pp_size: int = 1

@@ -40,6 +40,31 @@ WHOLE = CheckScope()
 """Every tensor, and one checksum for all."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The load of an engine, in its own counts."""
+
+    running: int
+    """The requests in the engine's batch."""
+    waiting: int
+    """The requests that wait for a place in the batch."""
+    kv_usage: float
+    """The part of the KV cache that is in use, from 0 to 1."""
+    preemptions: int | None = None
+    """The requests that have lost their KV to others since the engine started. None: the engine does not count them."""
+    tokens_per_s: float | None = None
+    """The rate at which the engine makes tokens. None: the engine does not tell it."""
+
+
+@runtime_checkable
+class CanReportLoad(Protocol):
+    """Reports its load beyond what `EngineAdapter.load` says. No op needs it: metrics show it."""
+
+    @abstractmethod
+    async def engine_load(self) -> EngineLoad | None:
+        """The load now, or None if it is not known. It may wait for a step of the engine."""
+
+
 @runtime_checkable
 class CanTokenize(Protocol):
     """Turns text into tokens and back."""

@@ -54,6 +54,7 @@ class OpHandlers:
         host: HostFacts,
     ) -> None:
         self.engine_alive = True
+        self.engine_load: worker_ops.EngineLoadReply | None = None
         self._core = core
         self._state = core.state
         self._adapter = adapter
@@ -147,6 +148,8 @@ class OpHandlers:
             waiting=waiting,
             running_tokens=state.tokens.running,
             tokens_made=state.tokens.made,
+            prompt_tokens=state.tokens.prompts,
+            engine_load=self.engine_load,
             requests_ended=state.tokens.ended,
             waiting_tokens=state.tokens.waiting,
             fence=state.fence,
@@ -188,6 +191,8 @@ class OpHandlers:
             witnesses=self._info.witnesses,
             max_adapters=self._info.max_adapters,
             max_lora_rank=self._info.max_lora_rank,
+            kv_tokens=self._info.kv_tokens,
+            max_prompt_top_logprobs=self._info.max_prompt_top_logprobs,
             tensors=len(spec),
             tied=sorted(self._info.tied),
             weight_bytes=sum(tensor.nbytes for tensor in spec.values()),

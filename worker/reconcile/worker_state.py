@@ -40,6 +40,8 @@ class TokenLoad:
     """Prompt tokens that the engine has still to compute."""
     made: int = 0
     """Tokens that the engine has made since the start."""
+    prompts: int = 0
+    """Prompt tokens of the requests that have begun since the start."""
     ended: int = 0
     """Requests that the engine has ended since the start, by a stop or at their length."""
 
@@ -63,6 +65,7 @@ class TokenShare:
             self._load.waiting -= self._tokens
             self._tokens = prompt if prompt is not None else self._tokens
             self._load.running += self._tokens
+            self._load.prompts += self._tokens
         self._tokens += tokens
         self._load.running += tokens
         self._load.made += tokens

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgpack
 import pytest
 
 from rl_plane.protocol.generation import GenerateDelta, VersionSpan
+from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
 from rl_plane.protocol.token_batching import merged
 from worker.generation_service import (
     MAX_PROMPT_BESIDE,
@@ -102,3 +105,26 @@ def test_a_long_prompt_goes_ahead_of_its_tokens(length: int) -> None:
     assert merged([*ahead, last]) == whole
     scored = whole.model_copy(update={"prompt_logprobs": [None] + [-1.0] * (length - 1)})
     assert list(_in_parts(scored, 0)) == [scored]
+
+
+@pytest.mark.parametrize("places", [3, 60_000])
+def test_a_prompts_likeliest_tokens_and_texts_go_ahead_if_they_are_many(places: int) -> None:
+    row = PromptPlace(1, [(token, -float(token)) for token in range(20)])
+    facts: dict[str, Any] = {
+        "prompt_tops": PromptTops.of(20, [row] * places),
+        "prompt_token_texts": {str(token): "\u00e9" * 10 for token in range(places)},
+        "prompt_text": "\u00e9" * places * 10,
+    }
+    whole = GenerateDelta(
+        token_ids=[1],
+        spans=[span(0, 1)],
+        prompt_token_ids=[(1 << 31) - 1] * (places + 1),
+        prompt_logprobs=[None] + [-1.0] * places,
+        **facts,
+    )
+    *ahead, last = _in_parts(whole, 0)
+    assert len(ahead) > 10 if places > 3 else not ahead
+    for part in (*ahead, last):
+        assert len(msgpack.packb({"delta": part.model_dump()})) < 1_000_000
+    assert all(part.is_ahead for part in ahead)
+    assert merged([*ahead, last]) == whole

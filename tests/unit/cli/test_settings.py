@@ -35,6 +35,16 @@ def test_an_empty_variable_is_unset_but_an_empty_flag_is_an_error() -> None:
         one("admin_key", "")
 
 
+def test_the_variable_of_sglang_omni_counts_where_the_own_one_is_unset() -> None:
+    assert one("admin_key", SGLANG_OMNI_ADMIN_KEY="theirs") == "theirs"
+    assert one("admin_key", RL_PLANE_ADMIN_KEY="", SGLANG_OMNI_ADMIN_KEY="theirs") == "theirs"
+    assert one("admin_key", RL_PLANE_ADMIN_KEY="ours", SGLANG_OMNI_ADMIN_KEY="theirs") == "ours"
+    assert one("admin_key", "flag", SGLANG_OMNI_ADMIN_KEY="theirs") == "flag"
+    assert one("api_key", SGLANG_OMNI_ADMIN_KEY="theirs") is None
+    _, env = for_child({"admin_key": "theirs"}, {"SGLANG_OMNI_ADMIN_KEY": "theirs", "PATH": "/bin"})
+    assert env == {"PATH": "/bin", "RL_PLANE_ADMIN_KEY": "theirs"}
+
+
 def test_a_switch_can_be_turned_off_against_its_variable() -> None:
     assert one("restart", RL_PLANE_RESTART="yes") is True
     assert one("restart", False, RL_PLANE_RESTART="1") is False

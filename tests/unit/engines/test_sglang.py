@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import EngineFailed, Unsupported
+from rl_plane.protocol.prompt_tops import PromptPlace
 from tests.support.engine_runs import ask
 from worker.engines.base import EngineInfo, EngineOptions
 from worker.engines.common.spans import Label
@@ -247,6 +248,27 @@ async def test_a_restarted_request_asks_only_for_the_remaining_tokens(feeder: Fe
     for name, values in (("max_new_tokens", (5, 3)), ("sampling_seed", (7, 7))):
         assert (before.sampling_params[name], after.sampling_params[name]) == values
     assert (before.rid != after.rid, manager.open, feeder.streams) == (True, 0, {})
+
+
+async def test_one_number_of_likeliest_tokens_serves_prompt_and_reply() -> None:
+    """SGLang takes one number for both, and tells no rank of a token that is none of the likeliest."""
+    wanted = ask([1, 2, 3], logprobs=True, top_logprobs=1, prompt_logprobs=True, prompt_top_logprobs=2)
+    stream = SglangStream(wanted, [1, 2, 3], frozenset(), Experts(1, 1, 1))
+    tops = [(-0.5, 2, None), (-1.0, 9, None), (-2.0, 8, None)]
+    meta = {
+        "completion_tokens": 1,
+        "finish_reason": None,
+        "output_token_logprobs": [(-0.5, 2, None)],
+        "output_top_logprobs": [tops],
+        "input_token_logprobs": [(None, 1, None), (-0.5, 2, None), (-7.0, 3, None)],
+        "input_top_logprobs": [None, tops, tops],
+    }
+    stream.take({"output_ids": [2], "meta_info": meta}, "a", Label(None))
+    piece = await stream.pieces.next()
+    assert piece.tops == [[(2, -0.5)]]
+    assert piece.prompt_tops is not None
+    likeliest = [(2, -0.5), (9, -1.0)]
+    assert list(piece.prompt_tops.rows()) == [PromptPlace(1, likeliest), PromptPlace(None, likeliest)]
 
 
 async def test_a_request_that_was_left_or_has_ended_is_not_restarted(feeder: Feeder, manager: Manager) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -13,6 +14,7 @@ from frontend.metrics.frontend_metrics import FleetFacts, FrontendMetrics, Gener
 from frontend.metrics.lock_and_pause import LockAndPause
 from frontend.metrics.update_metrics import outcome_of
 from frontend.routing.departures import KEPT, KEPT_S, Departures
+from frontend.routing.engine_facts import EngineFacts, WorkerWork
 from frontend.routing.fleet_status import CLOSED_REASONS
 from rl_plane.bus.lock import LOCK_TTL_S
 from rl_plane.commit.history import UpdateEntry
@@ -21,6 +23,7 @@ from rl_plane.membership.core import Changed, Member
 from rl_plane.protocol.record import DesiredPause
 from rl_plane.protocol.subjects import LOCK, PAUSE, Entry
 from tests.support.metrics_pages import values
+from tests.support.paths import ROOT
 from worker.reconcile.worker_state import Reason
 
 FLEET = FleetFacts(
@@ -47,9 +50,13 @@ class Facts:
         self.fleet = replace(FLEET, **fleet)
         self.outcomes: dict[str, int] = {}
         self.timings = TokenTimings()
+        self.engines: list[EngineFacts] = []
 
     def fleet_facts(self) -> FleetFacts:
         return self.fleet
+
+    def engine_facts(self) -> list[EngineFacts]:
+        return self.engines
 
     def generation_facts(self) -> GenerationFacts:
         return GenerationFacts(
@@ -324,3 +331,63 @@ def test_the_pauses_lease_is_counted_by_the_servers_clock() -> None:
     assert found.pause_left_s() == 0.0
     found.take_pause(Entry(PAUSE, DesiredPause(False).encode(), 4))
     assert found.pause_left_s() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dialects", "prefixes"),
+    [
+        ((), set()),
+        (("prime-rl",), {"vllm:"}),
+        (("sglang",), {"sglang:"}),
+        (("vllm", "sglang"), {"vllm:", "sglang:"}),
+    ],
+)
+def test_upstream_names_are_there_for_the_dialects_that_are_on(
+    dialects: tuple[str, ...], prefixes: set[str]
+) -> None:
+    facts = Facts()
+    told = WorkerWork(100, 40, 2, 1, 0.25, 3, 12.5)
+    facts.engines = [
+        EngineFacts("a" * 16, "m", 2, 1, 4096, told),
+        EngineFacts("b" * 16, "m", 5, 0, None, WorkerWork(7, 9)),
+    ]
+    found = {key: value for key, value in shown(FrontendMetrics(facts, dialects)).items() if "model_name" in key}
+    of_a = {key.partition("{")[0]: value for key, value in found.items() if "a" * 16 in key}
+    of_b = {key.partition("{")[0]: value for key, value in found.items() if "b" * 16 in key}
+    vllm = {
+        "vllm:num_requests_running": 2,
+        "vllm:num_requests_waiting": 1,
+        "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:num_preemptions_total": 3,
+        "vllm:prompt_tokens_total": 100,
+        "vllm:generation_tokens_total": 40,
+    }
+    sglang = {
+        "sglang:num_running_reqs": 2,
+        "sglang:num_queue_reqs": 1,
+        "sglang:token_usage": 0.25,
+        "sglang:max_total_num_tokens": 4096,
+        "sglang:gen_throughput": 12.5,
+        "sglang:prompt_tokens_total": 100,
+        "sglang:generation_tokens_total": 40,
+    }
+    wanted = {key: value for key, value in (vllm | sglang).items() if key.partition(":")[0] + ":" in prefixes}
+    assert of_a == wanted
+    unknown = ("kv_cache_usage", "preemptions", "token_usage", "max_total", "gen_throughput")
+    assert of_b.keys() == {key for key in wanted if not any(part in key for part in unknown)}
+
+
+def test_the_docs_list_the_upstream_names_and_no_others() -> None:
+    told = WorkerWork(100, 40, 2, 1, 0.25, 3, 12.5)
+    facts = Facts()
+    facts.engines = [EngineFacts("a" * 16, "m", 2, 1, 4096, told)]
+    found = shown(FrontendMetrics(facts, ("vllm", "sglang")))
+    names = {name for key in found if ":" in (name := key.partition("{")[0])}
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert set(re.findall(r"`((?:vllm|sglang):\w+)`", text)) == names
+
+
+def test_a_status_of_a_worker_whose_engine_tells_no_load() -> None:
+    assert WorkerWork.from_wire({"tokens_made": 3, "prompt_tokens": 4, "engine_load": None}) == WorkerWork(4, 3)
+    load = {"running": 1, "waiting": 2, "kv_usage": 0.5, "preemptions": None, "tokens_per_s": None}
+    assert WorkerWork.from_wire({"engine_load": load}) == WorkerWork(0, 0, 1, 2, 0.5)

@@ -17,6 +17,8 @@ from rl_plane.errors import (
     Unsupported,
 )
 from rl_plane.protocol.generation import (
+    MAX_PROMPT_TOP_LOGPROBS,
+    MAX_PROMPT_TOPS,
     MAX_STOP_CHARS,
     MAX_STOPS,
     Rendering,
@@ -59,6 +61,9 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "top_logprobs": 0,
         "token_texts": False,
         "prompt_logprobs": False,
+        "prompt_top_logprobs": 0,
+        "prompt_token_texts": False,
+        "prompt_text": False,
         "routed_experts": False,
         "continued": 0,
     }
@@ -134,6 +139,61 @@ def test_ways_to_ask_for_prompt_logprobs(body: dict[str, Any], asked: bool) -> N
     assert [request.prompt_logprobs for request in completion(n=2, **body).requests] == [asked, asked]
     # Of a chat those of the first choice are told.
     assert [request.prompt_logprobs for request in chat(n=2, **body).requests] == [asked, False]
+
+
+@pytest.mark.parametrize(
+    ("body", "count", "has_texts"),
+    [
+        ({"prompt_logprobs": 0}, 0, True),
+        ({"prompt_logprobs": True}, 1, True),
+        ({"prompt_logprobs": 100}, 100, True),
+        ({"prompt_logprobs": 3, "return_tokens_as_token_ids": True}, 3, False),
+        ({"return_prompt_logprobs": True}, 0, False),
+    ],
+)
+def test_likeliest_tokens_beside_those_of_the_prompt(body: dict[str, Any], count: int, has_texts: bool) -> None:
+    for make, scored in ((completion, 2), (chat, 1)):
+        requests = make(n=2, **body).requests
+        assert [one.prompt_top_logprobs for one in requests] == [count] * scored + [0] * (2 - scored)
+        assert [one.prompt_token_texts for one in requests] == [has_texts] * scored + [False] * (2 - scored)
+
+
+@pytest.mark.parametrize(
+    ("body", "scored", "has_text", "scores_only"),
+    [
+        ({"max_tokens": 0}, None, True, True),
+        ({"max_tokens": 3, "logprobs": 2}, 2, True, False),
+        ({"max_tokens": 0, "logprobs": 0}, 0, True, True),
+        ({"max_tokens": 0, "logprobs": 2, "prompt_logprobs": 5}, 5, True, True),
+        ({"return_token_ids": True, "logprobs": 1}, 1, False, False),
+    ],
+)
+def test_an_echo_asks_for_the_scores_that_the_reply_has(
+    body: dict[str, Any], scored: int | None, has_text: bool, scores_only: bool
+) -> None:
+    plan = completion(echo=True, **body)
+    (request,) = plan.requests
+    assert (request.prompt_logprobs, request.prompt_top_logprobs) == (scored is not None, scored or 0)
+    assert (request.prompt_text, plan.scores_only, plan.echo) == (has_text, scores_only, True)
+    assert request.max_tokens == max(1, body.get("max_tokens", 16))
+
+
+def test_a_prompt_that_is_not_echoed_needs_a_token() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(max_tokens=0, logprobs=1)
+    assert caught.value.facts["field"] == "max_tokens"
+
+
+def test_likeliest_tokens_of_all_prompts_are_bounded() -> None:
+    prompts = [[7] * 1024] * 8
+    completion(prompt=prompts, prompt_logprobs=128)
+    with pytest.raises(InvalidRequest) as caught:
+        completion(prompt=[*prompts, [7]], prompt_logprobs=128)
+    assert caught.value.facts["field"] == "prompt_logprobs"
+    assert str(MAX_PROMPT_TOPS) in caught.value.message
+    with pytest.raises(InvalidRequest) as caught:
+        completion(prompt=prompts, n=65, logprobs=2, echo=True)
+    assert caught.value.facts["field"] == "logprobs"
 
 
 @pytest.mark.parametrize(("value", "asked"), [(False, False), (True, True), (None, False), (0, True)])
@@ -304,7 +364,9 @@ def test_a_batch_of_prompts() -> None:
         ({"cache_salt": 5}, "cache_salt"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
-        ({"prompt_logprobs": -2}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": MAX_PROMPT_TOP_LOGPROBS + 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
         ({"prompt_logprobs": 1.0}, "prompt_logprobs"),
         ({"prompt_logprobs": "1"}, "prompt_logprobs"),
         ({"return_prompt_logprobs": 1}, "return_prompt_logprobs"),
@@ -394,12 +456,10 @@ def test_a_known_field_that_is_not_served_is_never_ignored(plan: Callable[..., P
 @pytest.mark.parametrize(
     ("plan", "body", "field"),
     [
-        (completion, {"prompt_logprobs": 2}, "prompt_logprobs"),
-        (chat, {"prompt_logprobs": -1}, "prompt_logprobs"),
         (chat, {"nvext": {"extra_fields": ["routed_experts"]}}, "nvext.extra_fields.0"),
         (completion, {"extra_fields": ["timing"]}, "extra_fields.0"),
         (chat, {"nvext": {"backend_instance_id": 0}}, "nvext.backend_instance_id"),
-        (completion, {"echo": 0}, "echo"),
+        (chat, {"echo": True}, "echo"),
         (completion, {"best_of": True}, "best_of"),
         (completion, {"tools": [TOOL]}, "tools"),
         (chat, {"tool_choice": "required"}, "tool_choice"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frontend.facade.kept_events import MISSED, FleetEvent, KeptEvents
+from frontend.facade.kept_events import MISSED, FleetEvent, KeptEvents, last_admissions
 from frontend.facade.stored_events import Chunk, earlier_events
 
 
@@ -35,6 +35,29 @@ def test_frontends_that_ran_at_the_same_time_tell_each_moment_once() -> None:
 def test_a_frontend_that_runs_still_does_not_tell_what_this_one_tells() -> None:
     assert told(("a", chunk(10, event(10, 11), event(11, 50))), before=40) == [10]
     assert told() == []
+
+
+def test_what_a_new_frontend_knows_of_each_worker() -> None:
+    def admission(number: int, worker: str, is_open: bool) -> FleetEvent:
+        return FleetEvent(number, float(number), "admission", {"instance_id": worker, "open": is_open})
+
+    def member(number: int, worker: str, change: str) -> FleetEvent:
+        return FleetEvent(number, float(number), "member", {"instance_id": worker, "change": change})
+
+    events = [
+        admission(1, "a", False),
+        admission(2, "b", True),
+        event(3, 3.0),
+        admission(4, "a", True),
+        member(5, "b", "left"),
+        admission(6, "c", True),
+        member(7, "c", "left"),
+        member(8, "c", "joined"),
+        admission(9, "c", False),
+        member(10, "a", "reconnected"),
+    ]
+    assert last_admissions(events) == {"a": events[3].data, "c": events[8].data}
+    assert last_admissions([]) == {}
 
 
 def test_a_reader_goes_on_behind_an_event_of_an_earlier_frontend() -> None:

@@ -14,7 +14,7 @@ from worker.engines.base import LACKING, EngineAdapter, EngineInfo, EngineOption
 from worker.engines.common.pieces import Piece
 from worker.engines.common.spans import SpanLog
 from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import check_tokens, refuse_lacking
+from worker.engines.common.token_checks import check_tokens, check_tops, refuse_lacking
 from worker.engines.common.tokenizing import Tokenizing, TokenTexts, eos_tokens, load_tokenizer, prompt_tokens
 
 
@@ -85,6 +85,7 @@ class Generating(EngineAdapter, Tokenizing):
                 return
             check_tokens(request, prompt, self._eos, self.info.vocab_size, self.info.max_model_len)
             refuse_lacking(request, self.info.capabilities)
+            check_tops(request, self.info.max_prompt_top_logprobs)
             one.tokenizing = False
             text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
             async with contextlib.aclosing(self._pieces(request, prompt)) as pieces:
@@ -97,6 +98,7 @@ class Generating(EngineAdapter, Tokenizing):
                         spans.add(label)
                     finished = piece.finish_reason is not None
                     tops = piece.tops if request.logprobs and request.top_logprobs else None
+                    facts = await self._prompt_facts(request, prompt, piece) if is_first else {}
                     yield GenerateDelta(
                         token_ids=piece.token_ids,
                         logprobs=piece.logprobs if request.logprobs else None,
@@ -108,12 +110,28 @@ class Generating(EngineAdapter, Tokenizing):
                         spans=spans.tell(finished) if piece.sure else [],
                         prompt_token_ids=prompt if is_first else None,
                         prompt_logprobs=piece.prompt_logprobs,
+                        prompt_tops=piece.prompt_tops,
                         routed_experts=piece.routed,
+                        **facts,
                     )
                     if finished:
                         return  # a stop string ends the request here; closing ends it in the engine
         finally:
             self._forget_request(request, one)
+
+    async def _prompt_facts(
+        self, request: GenerateRequest, prompt: list[int], piece: Piece
+    ) -> dict[str, str | dict[str, str]]:
+        """Returns the fields of the first delta that have the prompt's texts. A thread decodes them: a prompt with its
+        likeliest tokens may name most of a vocabulary."""
+        facts: dict[str, str | dict[str, str]] = {}
+        if request.prompt_text:
+            whole = request.prompt if request.truncate_prompt_tokens is None else None
+            facts["prompt_text"] = await self.detokenize(prompt) if whole is None else whole
+        if request.prompt_token_texts and piece.prompt_logprobs is not None and self._token_texts is not None:
+            tokens = set(prompt) | (piece.prompt_tops.ids() if piece.prompt_tops is not None else set())
+            facts["prompt_token_texts"] = await asyncio.to_thread(self._token_texts.of, tokens)
+        return facts
 
     def _texts_of(
         self, request: GenerateRequest, tokens: list[int], tops: list[list[tuple[int, float]]] | None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from rl_plane.errors import PlaneError
 from rl_plane.protocol.generation import FinishReason
+from rl_plane.protocol.prompt_tops import PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts
 from worker.engines.common.spans import Label
 
@@ -34,13 +35,15 @@ class Piece:
     """If the request asks for them, the experts of tokens that no earlier piece has told, up to the last of these."""
     sure: bool = True
     """False: at the end the engine reported other weights for the tokens than the labels have."""
+    prompt_tops: PromptTops | None = None
+    """With `prompt_logprobs`: the ranks, and the likeliest tokens that the request asks for."""
 
     def until(self, count: int) -> Piece:
         """The first `count` tokens, as the last ones of the request."""
         routed, dropped = self.routed, len(self.token_ids) - count
         if routed is not None and dropped:
             routed = routed.cut(0, routed.tokens - dropped)
-        return Piece(*self._rows(0, count), "stop", self.prompt_logprobs, routed, self.sure)
+        return Piece(*self._rows(0, count), "stop", self.prompt_logprobs, routed, self.sure, self.prompt_tops)
 
     def by_weights(self) -> Iterator[Piece]:
         """Yields pieces whose tokens the same weights made."""
@@ -48,8 +51,8 @@ class Piece:
         cuts = [0, *(at for at in range(1, count) if labels[at] != labels[at - 1]), count]
         for start, end in itertools.pairwise(cuts):
             ending = (self.finish_reason, self.routed) if end == count else (None, None)
-            prompt_logprobs = self.prompt_logprobs if start == 0 else None
-            yield Piece(*self._rows(start, end), ending[0], prompt_logprobs, ending[1], self.sure)
+            scores, tops = (self.prompt_logprobs, self.prompt_tops) if start == 0 else (None, None)
+            yield Piece(*self._rows(start, end), ending[0], scores, ending[1], self.sure, tops)
 
     def _rows(self, start: int, end: int) -> tuple[list[int], list[float], list[Top], list[Label]]:
         return self.token_ids[start:end], self.logprobs[start:end], self.tops[start:end], self.labels[start:end]
@@ -62,6 +65,7 @@ class Piece:
         self.labels += later.labels
         self.finish_reason = later.finish_reason
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.prompt_tops = self.prompt_tops or later.prompt_tops
         self.routed = RoutedExperts.joined([self.routed, later.routed])
         self.sure = later.sure
 

@@ -6,7 +6,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, Unsupported
-from rl_plane.protocol.generation import MAX_BAD_WORDS_TOKENS, MAX_STOPS_WITH_MIN_TOKENS, TOGETHER, GenerateRequest
+from rl_plane.protocol.generation import (
+    MAX_BAD_WORDS_TOKENS,
+    MAX_PROMPT_TOP_LOGPROBS,
+    MAX_STOPS_WITH_MIN_TOKENS,
+    TOGETHER,
+    GenerateRequest,
+)
 
 NO_EXPERTS = "the model has no experts"
 NO_ROUTED = "the engine was not told to: start it with --engine-arg enable_return_routed_experts=true"
@@ -31,6 +37,23 @@ def refuse_lacking(request: GenerateRequest, capabilities: Mapping[str, str]) ->
             raise Unsupported(
                 reason, field=field, fix="leave it out, or name a worker that can: nvext.instance_id"
             )
+
+
+def most_tops(vocab_size: int, own: int = -1) -> int:
+    """Returns an engine's `max_prompt_top_logprobs`. `own`: the engine's own limit, -1 for none."""
+    return min(MAX_PROMPT_TOP_LOGPROBS, vocab_size, own if own >= 0 else vocab_size)
+
+
+def check_tops(request: GenerateRequest, most: int) -> None:
+    """Raises InvalidRequest if the request asks for more of a prompt's likeliest tokens than `most`, the engine's
+    limit."""
+    if request.prompt_top_logprobs > most:
+        raise InvalidRequest(
+            f"{request.prompt_top_logprobs} of a prompt's likeliest tokens: this engine returns at most {most} beside "
+            "each token",
+            field="prompt_top_logprobs",
+            fix=f"send at most {most}",
+        )
 
 
 def no_cut_rows(*outside: str) -> dict[str, str]:

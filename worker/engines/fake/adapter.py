@@ -22,6 +22,7 @@ from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, Rendering
+from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
 from rl_plane.transports.base import WeightTransport
@@ -36,6 +37,7 @@ from worker.engines.common.token_checks import (
     NO_EXPERTS,
     check_adapter,
     check_tokens,
+    check_tops,
     check_vocabulary,
     kept_of_prompt,
     refuse_lacking,
@@ -152,6 +154,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
             transports=self.receiver.backends if stage is None else (),
             stage=stage,
             witnesses=self.config.witnesses,
+            max_prompt_top_logprobs=self.config.max_prompt_top_logprobs,
         )
 
     def _load(self) -> FakeWeights:
@@ -246,6 +249,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
                     spans=spans.tell(running.ended is not None),
                     prompt_token_ids=first,
                     prompt_logprobs=scored,
+                    **(self._prompt_facts(request, prompt, scored) if first else {}),
                 )
                 if running.ended in ("stop", "length"):
                     return
@@ -266,6 +270,23 @@ class FakeEngine(WeightsInProcess, FullEngine):
         """The token, then the tokens that follow it in the vocabulary."""
         return [((token + place) % self.config.vocab_size, logprob - place) for place in range(count)]
 
+    def _prompt_facts(
+        self, request: GenerateRequest, prompt: list[int], scored: list[float | None] | None
+    ) -> dict[str, Any]:
+        """The fields of the first delta that have the prompt's texts and likeliest tokens."""
+        facts: dict[str, Any] = {}
+        if request.prompt_text:
+            facts["prompt_text"] = "".join(map(_text_of, prompt))
+        if scored is not None:
+            count = request.prompt_top_logprobs
+            rows = zip(prompt[1:], scored[1:], strict=True)
+            tops = [self._likeliest(token, logprob or 0.0, count) for token, logprob in rows]
+            facts["prompt_tops"] = PromptTops.of(count, (PromptPlace(1, top) for top in tops))
+            if request.prompt_token_texts:
+                named = {*prompt, *(token for top in tops for token, _ in top)}
+                facts["prompt_token_texts"] = {str(token): _text_of(token) for token in named}
+        return facts
+
     def _prompt(self, request: GenerateRequest) -> list[int]:
         request.check_one_prompt()
         if request.prompt_token_ids is not None:
@@ -275,6 +296,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         prompt = kept_of_prompt(request, prompt)
         check_tokens(request, prompt, frozenset(), self.config.vocab_size, self.config.max_model_len)
         refuse_lacking(request, CAPABILITIES)
+        check_tops(request, self.config.max_prompt_top_logprobs)
         return prompt
 
     def _tokens(self, text: str | None, messages: list[dict[str, Any]] | None, rendering: Rendering) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rl_plane.protocol.generation import MAX_PROMPT_TOP_LOGPROBS
 from worker.engines.fake.fake_model import FIRST_TOKEN
 
 MAX_DELAY_S = 3600.0
@@ -23,6 +24,8 @@ class FakeConfig(BaseModel):
     """Seconds before each token. At 0, other tasks still get a turn between two tokens."""
     vocab_size: int = Field(512, gt=FIRST_TOKEN, le=1 << 31)
     max_model_len: int = Field(4096, ge=2, le=1 << 31)
+    max_prompt_top_logprobs: int = Field(64, ge=0, le=MAX_PROMPT_TOP_LOGPROBS)
+    """The largest number of likeliest tokens beside each token of a prompt."""
     stage_delay_s: Delay = 0.0
     """Seconds before the first tensor is staged. A cancel ends the delay."""
     swap_delay_s: Delay = 0.0

@@ -29,7 +29,7 @@ from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.generating import Generating
 from worker.engines.common.pieces import Piece
 from worker.engines.common.scoring import check_sequences, checked_scores
-from worker.engines.common.token_checks import NO_EXPERTS, check_adapter
+from worker.engines.common.token_checks import NO_EXPERTS, check_adapter, most_tops
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
 from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.hf.experts import ExpertRecorder
@@ -139,6 +139,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             capabilities=_capabilities(bool(self._experts.experts)),
             transports=receiver.backends,
             tied=self.holder.tied_tensors(),
+            max_prompt_top_logprobs=most_tops(config.vocab_size),
         )
 
     async def close(self) -> None:

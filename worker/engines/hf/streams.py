@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
+from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.pieces import Piece, PieceQueue, Top
@@ -21,6 +22,9 @@ MIN_P = 1e-300
 SCORED_ROWS = 64
 """Rows of a prompt's logits that are widened to float32 at once. With a large vocabulary, all rows would take much
 memory."""
+
+NO_PLACE = PromptPlace(None, [])
+"""A token of the prompt that the model has not scored yet."""
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures overflow float32. At this one, every choice but an exact tie is greedy already."""
@@ -44,6 +48,7 @@ class HfStream:
         self.kv: WeightVersion | None = None
         """The base weights that have computed the oldest part of the KV, if they have been replaced since."""
         self._prompt_logprobs: list[float | None] = [None] * len(prompt) if request.prompt_logprobs else []
+        self._prompt_places = [NO_PLACE] * (len(prompt) - 1) if request.prompt_logprobs else []
         self._routed = 0  # rows of experts that it has
         self._fresh = Piece()
         # One draw per token, from a generator of its own: the rest of the batch changes nothing.
@@ -80,9 +85,12 @@ class HfStream:
         token."""
         following = self.prompt[start + 1 : start + 1 + len(logits)]
         wanted = torch.tensor(following, dtype=torch.int64, device=logits.device)
-        parts = zip(wanted.split(SCORED_ROWS), logits[: len(wanted)].split(SCORED_ROWS), strict=True)
-        found = [logprob for tokens, rows in parts for logprob in _logprobs(rows.float(), tokens).tolist()]
-        self._prompt_logprobs[start + 1 : start + 1 + len(found)] = found
+        at = start
+        for tokens, rows in zip(wanted.split(SCORED_ROWS), logits[: len(wanted)].split(SCORED_ROWS), strict=True):
+            wide = rows.float()
+            self._prompt_logprobs[at + 1 : at + 1 + len(tokens)] = _logprobs(wide, tokens).tolist()
+            self._prompt_places[at : at + len(tokens)] = _places(wide, tokens, self.request.prompt_top_logprobs)
+            at += len(tokens)
 
     def is_finite(self, logprob: float) -> bool:
         """Whether the next token's logprob is finite, and, with the first token, those of the prompt."""
@@ -92,6 +100,7 @@ class HfStream:
     def push(self, token: int, logprob: float, top: Top, label: Label) -> None:
         if self.scores_prompt:
             self._fresh.prompt_logprobs = self._prompt_logprobs
+            self._fresh.prompt_tops = PromptTops.of(self.request.prompt_top_logprobs, self._prompt_places)
         self._fresh.token_ids.append(token)
         self._fresh.logprobs.append(logprob)
         self._fresh.labels.append(label)
@@ -142,13 +151,25 @@ def score_batch(model: Any, sequences: list[list[int]]) -> list[list[float]]:
         return scores
 
 
+def _places(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[PromptPlace]:
+    """The rank of each row's token, and the row's likeliest tokens."""
+    ranks = (logits >= logits.gather(1, tokens[:, None])).sum(dim=-1).tolist()  # as vLLM counts, equal ones too
+    tops = _tops(logits, count) if count else [[] for _ in ranks]
+    return [PromptPlace(rank, top) for rank, top in zip(ranks, tops, strict=True)]
+
+
+def _tops(logits: torch.Tensor, count: int) -> list[Top]:
+    values, tokens = (logits - logits.logsumexp(dim=-1, keepdim=True)).topk(count, dim=-1)
+    rows = zip(tokens.tolist(), values.tolist(), strict=True)
+    return [list(zip(ids, logprobs, strict=True)) for ids, logprobs in rows]
+
+
 def likeliest(logits: torch.Tensor, streams: list[HfStream]) -> list[Top]:
     """The likeliest tokens of each row that asks for them, with their log-softmax before any processing."""
     found: list[Top] = [[] for _ in streams]
     for row, stream in enumerate(streams):
         if count := min(stream.request.top_logprobs, logits.shape[1]):
-            values, tokens = (logits[row] - logits[row].logsumexp(dim=-1)).topk(count)
-            found[row] = list(zip(tokens.tolist(), values.tolist(), strict=True))
+            found[row] = _tops(logits[row : row + 1], count)[0]
     return found
 
 

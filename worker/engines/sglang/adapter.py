@@ -19,12 +19,12 @@ from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
-from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, FullEngine
+from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.spans import Label
-from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, no_cut_rows
+from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.sglang.args import parse_arguments
 from worker.engines.sglang.limits import check_model, lora_targets_on_cpu
 from worker.engines.sglang.lora_references import lora_reference
@@ -170,6 +170,20 @@ class SglangEngine(RankEngine[SglangProcess]):
             deterministic=arguments.enable_deterministic_inference,
             memory_saver=arguments.enable_memory_saver,
             max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,
+            max_prompt_top_logprobs=most_tops(config.vocab_size),
+            kv_tokens=engine._scheduler_init_result.scheduler_infos[0].get("max_total_num_tokens"),
+        )
+
+    async def engine_load(self) -> EngineLoad | None:
+        found = await self.process.ask(self.process.manager.get_loads())
+        if not found:
+            return None  # the scheduler has written nothing yet
+        load = found[0]
+        return EngineLoad(
+            running=load.num_running_reqs,
+            waiting=load.num_waiting_reqs,
+            kv_usage=load.token_usage,
+            tokens_per_s=load.gen_throughput,
         )
 
     async def _ranks_answer(self) -> None:

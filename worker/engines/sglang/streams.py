@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
+from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts, width_of
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
-from worker.engines.common.pieces import Piece, PieceQueue
+from worker.engines.common.pieces import Piece, PieceQueue, Top
 from worker.engines.common.spans import Label
 from worker.engines.sglang.logits import NOTE
 
@@ -26,6 +27,15 @@ MAX_TOP_K = 1 << 30
 """More than any vocabulary. SGLang ends itself if the number does not fit 32 bits."""
 FIRST_KEY = "rl-plane-0"
 """The engine's name of the weights that it starts with."""
+
+
+def _likeliest(top: list[tuple[float, int, Any]], count: int) -> Top:
+    """SGLang has one number for the prompt and the new tokens, so it may return more than this part asks for."""
+    return [(token, value) for value, token, _ in top[:count]]
+
+
+def _rank_in(tops: Top, token: int) -> int | None:
+    return next((rank for rank, (one, _) in enumerate(tops, 1) if one == token), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +103,10 @@ class SglangStream:
             piece.logprobs = [value for value, *_ in meta["output_token_logprobs"][:fresh]]
         if self.request.logprobs and self.request.top_logprobs:
             tops = meta["output_top_logprobs"][:fresh]
-            piece.tops = [[(token, value) for value, token, _ in top] for top in tops]
+            piece.tops = [_likeliest(top, self.request.top_logprobs) for top in tops]
         if self.request.prompt_logprobs and fresh and first:
             piece.prompt_logprobs = check_prompt([value for value, *_ in meta["input_token_logprobs"]])
+            piece.prompt_tops = self._prompt_tops(meta)
         piece.labels = [label] * fresh
         self.made += piece.token_ids
         if fresh and self._runs and self._runs[-1][0] == key:
@@ -121,6 +132,15 @@ class SglangStream:
         if not self.ended:
             self.pieces.put(piece)
         return self.ended
+
+    def _prompt_tops(self, meta: dict[str, Any]) -> PromptTops | None:
+        """SGLang has no ranks. The rank of a token among the likeliest is its place there."""
+        count = self.request.prompt_top_logprobs
+        if not count:
+            return None
+        rows = [_likeliest(top, count) for top in meta["input_top_logprobs"][1:]]
+        places = zip(self.prompt[1:], rows, strict=True)
+        return PromptTops.of(count, (PromptPlace(_rank_in(tops, token), tops) for token, tops in places))
 
     @property
     def _count(self) -> int:
@@ -278,7 +298,10 @@ class Feeder:
             cache_salt=request.cache_salt,
             stream=True,
             return_logprob=request.logprobs or with_prompt,
-            top_logprobs_num=request.top_logprobs if request.logprobs else 0,
+            top_logprobs_num=max(
+                request.top_logprobs if request.logprobs else 0,
+                request.prompt_top_logprobs if with_prompt else 0,
+            ),
             return_routed_experts=request.routed_experts,
             logprob_start_len=0 if with_prompt else -1,
             sampling_params={

@@ -19,13 +19,14 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
-from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, FullEngine
+from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.spans import Label
-from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, no_cut_rows
+from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.vllm.args import parse_arguments
+from worker.engines.vllm.core_load import METHOD as LOAD
 from worker.engines.vllm.kept_kv import METHOD as KEEP_KV
 from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
@@ -123,7 +124,13 @@ class VllmEngine(RankEngine[VllmProcess]):
             memory_saver=bool(model.enable_sleep_mode),
             max_adapters=self._lora_places(),
             max_lora_rank=None if lora is None else int(lora.max_lora_rank),
+            max_prompt_top_logprobs=most_tops(model.get_vocab_size(), model.max_logprobs),
+            kv_tokens=self.process.config.cache_config.kv_cache_size_tokens,
         )
+
+    async def engine_load(self) -> EngineLoad:
+        counts = await self.process.ask(self.process.llm.engine_core.call_utility_async(LOAD))
+        return EngineLoad(**counts)
 
     def _lacking(self) -> dict[str, str]:
         lacking = self._lacking_over_hosts()

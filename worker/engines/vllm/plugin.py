@@ -28,6 +28,7 @@ def register() -> None:
     drain_preempted()
     salt_requests()
     _score_between_steps()
+    _report_load()
     _leave_no_nan_in_blocks()
     _end_as_a_rank_does()
     take_temperatures_as_they_are()
@@ -62,6 +63,16 @@ def _score_between_steps() -> None:
     from worker.engines.vllm.scorer import METHOD, score_in_core
 
     setattr(EngineCore, METHOD, score_in_core)
+
+
+def _report_load() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    from worker.engines.vllm.core_load import METHOD, counting, load_of_core
+
+    setattr(EngineCore, METHOD, load_of_core)
+    Scheduler._preempt_request = counting(Scheduler._preempt_request)
 
 
 def _leave_no_nan_in_blocks() -> None:

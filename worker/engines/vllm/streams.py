@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
+from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
@@ -91,7 +92,11 @@ class Streams:
                 names = self._names_of(stream.key, choice, made, len(fresh))
                 piece = Piece(fresh, labels=[self._label(name, stream) for name in names])
                 if request.prompt_logprobs and fresh and not made:
-                    piece.prompt_logprobs = _prompt_logprobs(output.prompt_logprobs or [], prompt)
+                    steps = output.prompt_logprobs or []
+                    piece.prompt_logprobs = _prompt_logprobs(steps, prompt)
+                    # A thread packs them: there may be a million, and other requests wait for this loop.
+                    count = request.prompt_top_logprobs
+                    piece.prompt_tops = await asyncio.to_thread(_prompt_tops, steps, prompt, count)
                 if request.logprobs:
                     piece.logprobs = _logprobs(choice, fresh)
                     piece.tops = _tops(choice, fresh, request.top_logprobs)
@@ -148,7 +153,7 @@ class Streams:
             stop_token_ids=sorted(stop),
             ignore_eos=True,  # `stop` says what ends a text, as for every engine
             logprobs=request.top_logprobs if request.logprobs else None,
-            prompt_logprobs=0 if request.prompt_logprobs else None,
+            prompt_logprobs=request.prompt_top_logprobs if request.prompt_logprobs else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -178,6 +183,13 @@ def _prompt_logprobs(steps: list[Any], prompt: list[int]) -> list[float | None]:
     return check_prompt([None if step is None else step[token].logprob for token, step in pairs])
 
 
+def _prompt_tops(steps: list[Any], prompt: list[int], count: int) -> PromptTops:
+    pairs = list(zip(prompt, steps, strict=True))[1:]
+    return PromptTops.of(
+        count, (PromptPlace(step[token].rank, _likeliest(token, step, count)) for token, step in pairs)
+    )
+
+
 def _failure(choice: Any) -> str:
     if choice.stop_reason == NOT_FINITE:
         return NOT_FINITE
@@ -198,11 +210,12 @@ def _logprobs(choice: Any, token_ids: list[int]) -> list[float]:
 
 
 def _tops(choice: Any, token_ids: list[int], count: int) -> list[Top]:
-    """vLLM also returns the chosen token: if it is none of the likeliest, there is one more."""
     if not count:
         return []
-    tops = []
-    for token, step in zip(token_ids, choice.logprobs, strict=True):
-        rows = [(one, row) for one, row in step.items() if one != token or len(step) <= count]
-        tops.append([(one, row.logprob) for one, row in sorted(rows, key=lambda pair: int(pair[1].rank))])
-    return tops
+    return [_likeliest(token, step, count) for token, step in zip(token_ids, choice.logprobs, strict=True)]
+
+
+def _likeliest(token: int, step: Any, count: int) -> Top:
+    """vLLM also returns the token of the place: if it is none of the likeliest, there is one more."""
+    rows = [(one, row) for one, row in step.items() if one != token or len(step) <= count]
+    return [(one, row.logprob) for one, row in sorted(rows, key=lambda pair: int(pair[1].rank))]
