@@ -134,7 +134,7 @@ async def test_what_is_refused(plane: Plane) -> None:
             await broadcasts.form(3)
             await broadcasts.prepare()
             await refused(client.run("receive_weights_part", wrong), InvalidWeights, words)
-            await refused(client.run("receive_weights_part", first), UpdateAborted, "no such update")
+            await refused(client.run("receive_weights_part", first), UpdateAborted, "none is prepared")
             await refused(broadcasts.prepare(), PlaneError, "broke")
         await broadcasts.form(3)
         await broadcasts.prepare()
