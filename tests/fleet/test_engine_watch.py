@@ -257,11 +257,11 @@ DYING = """
 import worker.engines.fake.adapter as fake
 from rl_plane.errors import EngineDied
 def _dying(name):
-    async def method(self, *arguments):
+    async def method(self, *arguments, **more):
         if name == {at!r} or self.has_died:
             self.has_died = True
             raise EngineDied("it has died")
-        return await really(self, *arguments)
+        return await really(self, *arguments, **more)
     really = getattr(fake.FakeEngine, name)
     setattr(fake.FakeEngine, name, method)
 fake.FakeEngine.has_died = False
