@@ -159,7 +159,11 @@ class FleetOp:
 def _request(name: str, own: type[BaseModel]) -> type[Select]:
     """Builds the model when it is first needed: all of them take longer than the rest of the import."""
     make: Any = create_model  # its own types allow only bases of one type
-    made: type[Select] = make(f"{name.title().replace('_', '')}Call", __base__=(Select, own))
+    made: type[Select] = make(
+        f"{name.title().replace('_', '')}Call",
+        __base__=(Select, own),
+        __cls_kwargs__={"use_attribute_docstrings": False},  # the fields have theirs, and the search is slow
+    )
     return made
 
 

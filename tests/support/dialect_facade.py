@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import pytest
 from frontend.facade.op_runner import OpRunner
 from frontend.server.options import FrontendOptions
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S
+from rl_plane.protocol.dialects import DIALECTS
 from tests.support.frontend_here import started
 from worker.testing.tiny_model import witness_next_token
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from rl_plane.client import RlClient
     from rl_plane.errors import PlaneError
     from tests.conftest import Plane
+
+for _module in DIALECTS.values():  # later, the import would hold up the loop of a frontend that is connected
+    importlib.import_module(_module)
 
 PROMPT = [5, 6, 7]
 TOKENS = 12
