@@ -16,7 +16,7 @@ STUB := deploy/torchvision-stub
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 LOCKED := $(PIP) --no-build-isolation --require-hashes
 
-.PHONY: setup engines demo test test-fast lint lock audit fuzz fuzz-http fuzz-nats sim mutants soak bench docs clean
+.PHONY: setup engines demo test test-fast test-bench lint lock audit fuzz fuzz-http fuzz-nats sim mutants soak bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -42,15 +42,19 @@ demo: setup
 
 # Real processes on a machine that others use too: a test that fails is tried once more, and both outcomes are printed.
 # Beyond so many it is no accident.
-PYTEST := $(BIN)/python -m pytest --reruns 1 --max-suite-reruns 4 --rerun-show-tracebacks
+PYTEST := $(BIN)/python -m pytest --durations 40 --reruns 1 --max-suite-reruns 4 --rerun-show-tracebacks
 # Most of what is no engine's waits for somebody: four processes keep two cores busy. An engine needs one core to start.
 # The files run by name: in order of their counts, the files with few and long tests would come last, one beside idle cores.
 BESIDE := $(PYTEST) --dist loadfile --no-loadscope-reorder
 
 test: engines lint
 	$(BESIDE) -n 4 -m 'not engines and (not slow or parallel)'
-	$(BESIDE) -n 2 -m '(engines or (slow and not parallel)) and not alone'
+	$(BESIDE) -n 2 -m '(engines or (slow and not parallel)) and not (alone or bench)'
 	$(PYTEST) -m alone
+
+# Whether the benchmarks still run, one at a time: beside others they take several times as long.
+test-bench: engines
+	$(PYTEST) -m bench
 
 test-fast: lint
 	$(BESIDE) -n 4 -m 'not engines and not slow'

@@ -130,6 +130,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     return done.stdout, json.loads(path.read_text())
 
 
+@pytest.mark.bench
 def test_every_row_is_printed(ran: tuple[str, dict[str, Any]]) -> None:
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ran[0].splitlines() if "|" in line]
     assert [(what, size) for what in FAN_OUTS for size in map(str, SIZES)] == sorted(
@@ -142,6 +143,7 @@ def test_every_row_is_printed(ran: tuple[str, dict[str, Any]]) -> None:
     assert [(cells[0], int(cells[1])) for cells in lines if cells[0] in updates] == UPDATES
 
 
+@pytest.mark.bench
 def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     rows = ran[1]
     assert [(row["workers"], row["what"]) for row in rows["fan_outs"]] == [
@@ -165,6 +167,7 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
         assert 0 < row["median_s"] <= row["p99_s"] or (row["what"] in STREAMS and row["median_s"] == 0)
 
 
+@pytest.mark.bench
 def test_a_row_says_of_each_aim_whether_it_holds(ran: tuple[str, dict[str, Any]]) -> None:
     for row in [row for rows in ran[1].values() for row in rows]:
         assert row["holds"] == (None if row["aim"] is None else row["value"] <= row["aim"])
@@ -207,6 +210,7 @@ def test_an_engines_cycle_says_what_a_tree_lacks_that_is_not_installed() -> None
     assert done.stderr.endswith("docs/benchmarks.md says how, offline too\n")
 
 
+@pytest.mark.bench
 @pytest.mark.engines("sglang")
 def test_an_engines_own_ways_stand_beside_ours() -> None:
     """The paths from memory are checked to load the same weights."""
@@ -223,6 +227,7 @@ def test_an_engines_own_ways_stand_beside_ours() -> None:
     ]
 
 
+@pytest.mark.bench
 @pytest.mark.engines("vllm")
 def test_what_an_update_costs_long_contexts() -> None:
     said = printed("bench.kept_kv", "--streams", "2", "--context", "200", "--window-s", "1", "--rounds", "1")
@@ -231,6 +236,7 @@ def test_what_an_update_costs_long_contexts() -> None:
     assert found["recompute_to_prefill"] > 0
 
 
+@pytest.mark.bench
 @pytest.mark.engines("vllm", "sglang")
 def test_what_an_update_adds_to_host_memory() -> None:
     rows = [row.split(" | ") for row in printed("bench.host_memory", "--quick", "--ranks", "1").splitlines()[2:]]
@@ -238,6 +244,7 @@ def test_what_an_update_adds_to_host_memory() -> None:
     assert {len(row) for row in rows} == {7}
 
 
+@pytest.mark.bench
 def test_what_an_update_takes_of_memory() -> None:
     ways = {
         "filesystem": [""],
