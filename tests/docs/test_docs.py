@@ -127,7 +127,11 @@ def wait_for_fleet(process: subprocess.Popen[bytes], cwd: Path) -> None:
     pytest.fail(f"the fleet did not come up:\n{(cwd / 'background.log').read_text()[-4000:]}")
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if page.parent == ROOT else pytest.mark.docs) for page in RUN],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 @pytest.mark.timeout(300)
 def test_the_page_runs_as_written(page: Path, tmp_path: Path) -> None:
     environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONDONTWRITEBYTECODE="1")
