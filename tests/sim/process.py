@@ -113,7 +113,7 @@ class InlineEngine:
     async def run(self, work: Coroutine[Any, Any, Any], *, to_its_end: bool = False) -> Any:
         return await work
 
-    async def stream(self, source: Any) -> Any:
+    async def stream(self, source: Any, gather_s: float = 0.0) -> Any:
         async with contextlib.aclosing(source) as items:
             async for item in items:
                 yield [item]
