@@ -30,18 +30,11 @@ def upstream_families(dialects: Iterable[str], engines: Sequence[EngineFacts]) -
 
 def _vllm(engines: Sequence[EngineFacts]) -> Iterable[Metric]:
     label = "engine"
-    words = "Requests in the engine's batch."
-    yield _gauge("vllm:num_requests_running", words, label, ((one, one.running) for one in engines))
-    words = "Requests that wait for a place in the engine's batch."
-    yield _gauge("vllm:num_requests_waiting", words, label, ((one, one.waiting) for one in engines))
-    words = "The part of the KV cache that is in use, from 0 to 1."
-    yield _gauge("vllm:kv_cache_usage_perc", words, label, ((one, one.work.kv_usage) for one in engines))
+    yield from _both(
+        "vllm", label, engines, ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    )
     words = "Requests that have lost their KV to others."
     yield _counter("vllm:num_preemptions", words, label, ((one, one.work.preemptions) for one in engines))
-    words = "Prompt tokens of the requests that have begun."
-    yield _counter("vllm:prompt_tokens", words, label, ((one, one.work.prompt_tokens) for one in engines))
-    words = "Tokens that the engine has made."
-    yield _counter("vllm:generation_tokens", words, label, ((one, one.work.tokens_made) for one in engines))
     info = GaugeMetricFamily(
         "vllm:cache_config_info", "The room of the KV cache.", labels=[label, "kv_cache_size_tokens"]
     )
@@ -53,20 +46,28 @@ def _vllm(engines: Sequence[EngineFacts]) -> Iterable[Metric]:
 
 def _sglang(engines: Sequence[EngineFacts]) -> Iterable[Metric]:
     label = "instance_id"
-    words = "Requests in the engine's batch."
-    yield _gauge("sglang:num_running_reqs", words, label, ((one, one.running) for one in engines))
-    words = "Requests that wait for a place in the engine's batch."
-    yield _gauge("sglang:num_queue_reqs", words, label, ((one, one.waiting) for one in engines))
-    words = "The part of the KV cache that is in use, from 0 to 1."
-    yield _gauge("sglang:token_usage", words, label, ((one, one.work.kv_usage) for one in engines))
+    yield from _both("sglang", label, engines, ("num_running_reqs", "num_queue_reqs", "token_usage"))
     words = "The tokens that the KV cache has room for."
     yield _gauge("sglang:max_total_num_tokens", words, label, ((one, one.kv_tokens) for one in engines))
     words = "Tokens that the engine makes in a second."
     yield _gauge("sglang:gen_throughput", words, label, ((one, one.work.tokens_per_s) for one in engines))
+
+
+def _both(
+    engine: str, label: str, engines: Sequence[EngineFacts], names: tuple[str, str, str]
+) -> Iterable[Metric]:
+    """The families that both have. `names`: of the running requests, the waiting ones, and the KV cache's use."""
+    running, waiting, usage = (f"{engine}:{name}" for name in names)
+    words = "Requests in the engine's batch."
+    yield _gauge(running, words, label, ((one, one.running) for one in engines))
+    words = "Requests that wait for a place in the engine's batch."
+    yield _gauge(waiting, words, label, ((one, one.waiting) for one in engines))
+    words = "The part of the KV cache that is in use, from 0 to 1."
+    yield _gauge(usage, words, label, ((one, one.work.kv_usage) for one in engines))
     words = "Prompt tokens of the requests that have begun."
-    yield _counter("sglang:prompt_tokens", words, label, ((one, one.work.prompt_tokens) for one in engines))
+    yield _counter(f"{engine}:prompt_tokens", words, label, ((one, one.work.prompt_tokens) for one in engines))
     words = "Tokens that the engine has made."
-    yield _counter("sglang:generation_tokens", words, label, ((one, one.work.tokens_made) for one in engines))
+    yield _counter(f"{engine}:generation_tokens", words, label, ((one, one.work.tokens_made) for one in engines))
 
 
 def _gauge(name: str, words: str, label: str, values: Values) -> Metric:
