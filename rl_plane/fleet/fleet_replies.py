@@ -19,6 +19,8 @@ from rl_plane.protocol.relay import SourceUse
 
 MAX_OFFSET = 1 << 16
 """The largest number of ranks that a trainer may have in a group."""
+SHOWN_REASONS = 3
+"""Workers whose reasons an error's message tells. Its rows have them all."""
 
 
 def is_serving(row: WorkerReply, record: DecisionRecord | None) -> bool:
@@ -138,16 +140,17 @@ def in_order(snapshot: Snapshot, out: FanOut) -> list[Member | None]:
 def change_error(call: FleetCall[Any], op: str, out: FanOut) -> PlaneError:
     """The error of a change that failed on some workers.
 
-    If every worker gives the same kind of error, the call has that error. Otherwise it is a Conflict that names each
-    worker."""
+    If every worker gives the same kind of error, the call has that error. Otherwise it is a Conflict that tells the
+    reason of each worker, up to SHOWN_REASONS of them: the first one is often only the effect of another."""
     facts = facts_of(call, out)
     errors = [row.error for row in out.failed if row.error is not None]
     first = errors[0]
     unanimous = len(errors) == len(out.rows) and all(type(error) is type(first) for error in errors)
     if unanimous and not isinstance(first, DeadlineExceeded):  # a silent worker may have done it, or half of it
         return type(first)(first.message, **{**first.facts, **facts})
+    reasons = [f"{row.instance_id}: {row.error.message}" for row in out.failed if row.error is not None]
     return Conflict(
-        f"{op} was not done on {len(errors)} of {len(out.rows)} workers: {out.failed[0].instance_id}: {first.message}",
+        f"{op} was not done on {len(errors)} of {len(out.rows)} workers: {'; '.join(reasons[:SHOWN_REASONS])}",
         fix="see each worker's row; repeating the call is safe",
         **facts,
     )
