@@ -111,7 +111,6 @@ FEATURES = {
     ),
     "generate:min_tokens": Feature("`min_tokens` in a request", CHOICE),
     "generate:logit_bias": Feature("`logit_bias` in a request", CHOICE),
-    "generate:logit_bias+logprobs": Feature("`logit_bias` and `logprobs` in one request", CHOICE),
     "generate:allowed_token_ids": Feature("`allowed_token_ids` in a request", CHOICE),
     "generate:bad_words_token_ids": Feature("`bad_words_token_ids` in a request", CHOICE),
     "generate:min_p": Feature(
@@ -121,6 +120,13 @@ FEATURES = {
     "generate:frequency_penalty": Feature("`frequency_penalty` in a request", PENALTIES),
     "generate:presence_penalty": Feature("`presence_penalty` in a request", PENALTIES),
     "generate:repetition_penalty": Feature("`repetition_penalty` in a request", PENALTIES),
+    "generate:structured_output": Feature(
+        "structured output: a text of a given form",
+        (
+            "test_structured_output::test_a_text_has_the_form_that_its_request_gives",
+            "test_hf_generation::test_the_engine_tells_what_it_is",
+        ),
+    ),
     "generate:cache_salt": Feature(
         "`cache_salt` in a request",
         (

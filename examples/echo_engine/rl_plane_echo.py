@@ -29,7 +29,8 @@ from worker.receive.weight_receiver import Receiver, load_transports
 
 VOCAB_SIZE, MAX_MODEL_LEN = 256, 4096
 LACKS = (
-    "min_tokens logit_bias allowed_token_ids bad_words_token_ids stop top_logprobs prompt_logprobs routed_experts"
+    "min_tokens logit_bias allowed_token_ids bad_words_token_ids stop top_logprobs prompt_logprobs routed_experts "
+    "structured_output"
 )
 CAPABILITIES = {f"generate:{field}": "an echo does not choose its tokens" for field in LACKS.split()}
 

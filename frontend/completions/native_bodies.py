@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import Field, field_validator
 
 from frontend.completions.messages import STRICT
 from frontend.completions.openai_bodies import (
@@ -26,6 +26,7 @@ from frontend.completions.plans import (
     requests_of,
     top_of,
 )
+from frontend.completions.structured_fields import SglangForms, StructuredOutputs, only_form
 from frontend.completions.unserved_fields import IGNORED, UNSERVED, unsupported, without_unserved
 from frontend.routing.demands import DemandFields, demands_of
 from rl_plane.errors import InvalidRequest
@@ -60,6 +61,8 @@ class VllmSampling(SamplingBody):
     or 1."""
     detokenize: bool | None = None
     """false: no `decoded_token` beside the prompt's logprobs. The reply has no other text."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form of the text."""
 
 
 class VllmGenerateBody(DemandFields):
@@ -100,10 +103,13 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
     refuse_streamed(bool(parsed.stream), sampling.prompt_logprobs, "sampling_params.prompt_logprobs")
     if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
+    given = sampling.structured_outputs
+    form, form_field = only_form(() if given is None else given.form("sampling_params.structured_outputs"))
     own = {
         "id": request_id,  # callers may use an id twice
         "max_tokens": sampling.max_tokens or DEFAULT_CHAT_TOKENS,  # vLLM's default is all that fits
         "cache_salt": parsed.cache_salt,
+        "structured_output": form,
         "logprobs": sampling.logprobs is not None,
         "top_logprobs": top_of(sampling.logprobs),
         "prompt_logprobs": sampling.prompt_logprobs is not None,
@@ -127,7 +133,7 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage,
         return_token_ids=bool(parsed.return_token_ids),
         demands=demands_of(parsed),
-        fields=VLLM_FIELDS,
+        fields=VLLM_FIELDS | {"structured_output": form_field},
         any_length=sampling.max_tokens is None,
     )
 
@@ -148,9 +154,7 @@ def _without_unknown_sampling(body: dict[str, Any]) -> dict[str, Any]:
 # ---- SGLang's ----
 
 
-class SglangSampling(BaseModel):
-    model_config = STRICT
-
+class SglangSampling(SglangForms):
     max_new_tokens: int | None = Field(None, ge=0)
     """Default 128, or as many as there is room for. 0: the reply has no tokens, only the scores of the prompt."""
     min_new_tokens: int | None = Field(None, ge=0)
@@ -223,6 +227,10 @@ SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.mode
 """A GenerateRequest's field → the name that SGLang's callers use."""
 
 
+_NO_SAMPLING = {"max_new_tokens", "min_new_tokens", "sampling_seed", "no_stop_trim", *SglangForms.model_fields}
+"""The fields of `SglangSampling` that `SamplingBody` has under other names, or not at all."""
+
+
 def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
     for field in ("rid", "sampling_params", "return_logprob", "logprob_start_len", "lora_path"):
         if isinstance(body.get(field), list):
@@ -257,12 +265,14 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         min_tokens=given.min_new_tokens,
         seed=given.sampling_seed,
         include_stop_str_in_output=given.no_stop_trim,
-        **given.model_dump(exclude={"max_new_tokens", "min_new_tokens", "sampling_seed", "no_stop_trim"}),
+        **given.model_dump(exclude=_NO_SAMPLING),
     )
+    form, form_field = only_form(given.forms("sampling_params."))
     own = {
         "id": request_id,
         "max_tokens": SGLANG_TOKENS if given.max_new_tokens is None else max(1, given.max_new_tokens),
         "cache_salt": parsed.cache_salt,
+        "structured_output": form,
         "logprobs": bool(parsed.return_logprob),
         "top_logprobs": parsed.top_logprobs_num or 0,
         "prompt_logprobs": bool(parsed.return_logprob) and start >= 0,
@@ -286,7 +296,7 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         include_usage=False,
         return_token_ids=bool(parsed.return_prompt_token_ids),
         demands=demands_of(parsed),
-        fields=SGLANG_FIELDS,
+        fields=SGLANG_FIELDS | {"structured_output": form_field},
         batch=len(prompts.each) if prompts.batch else None,
         scores_only=given.max_new_tokens == 0,
         scored_from=max(0, start),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
 from frontend.completions.messages import STRICT, TemplateBody
+from frontend.completions.structured_fields import (
+    Found,
+    ResponseFormat,
+    SglangForms,
+    StructuredOutputs,
+)
 from frontend.completions.unserved_fields import unsupported
 from frontend.routing.demands import DemandFields
 from rl_plane.errors import InvalidRequest
@@ -119,7 +126,7 @@ class SamplingBody(BaseModel):
         return [[one] if isinstance(one, int) else one for one in value] if isinstance(value, list) else value
 
 
-class GenerationBody(SamplingBody, DemandFields):
+class GenerationBody(SamplingBody, SglangForms, DemandFields):
     """The fields of both OpenAI routes."""
 
     model: str | None = None
@@ -145,6 +152,10 @@ class GenerationBody(SamplingBody, DemandFields):
     """Return the experts of each token of the prompt and of a choice. Also in `nvext`."""
     extra_fields: list[str] | None = Field(None, max_length=MAX_EXTRA_FIELDS)
     """Another place for `nvext.extra_fields`."""
+    response_format: ResponseFormat | None = None
+    """The form of the text: any JSON object, JSON that fits a schema, or xgrammar's structural tags."""
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's names for the form of the text."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -155,6 +166,14 @@ class GenerationBody(SamplingBody, DemandFields):
     def _from_bool(cls, value: Any) -> Any:
         """vLLM's clients send true for 1."""
         return (1 if value else None) if isinstance(value, bool) else value
+
+    def each_form(self) -> Iterator[Found]:
+        """The forms that the body gives the text: at most one is right."""
+        if self.response_format is not None:
+            yield from self.response_format.form("response_format")
+        if self.structured_outputs is not None:
+            yield from self.structured_outputs.form("structured_outputs")
+        yield from self.forms()
 
 
 class CompletionBody(GenerationBody):

@@ -20,6 +20,7 @@ from frontend.completions.openai_bodies import (
     TokenIds,
     tells_tokens,
 )
+from frontend.completions.structured_fields import only_form
 from frontend.completions.unserved_fields import unsupported, without_unserved
 from frontend.routing.demands import NO_DEMANDS, Demands, demands_of
 from frontend.routing.progress import check_can_continue
@@ -289,11 +290,13 @@ def _plan(
     if scored is None and echo is not None:
         scored = echo.logprobs
     by_ids = bool(body.return_tokens_as_token_ids)
+    form, form_field = only_form(body.each_form())
     own = {
         "id": request_id,
         "max_tokens": default if max_tokens is None else max(1, max_tokens),
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
         "cache_salt": body.cache_salt,
+        "structured_output": form,
         "logprobs": logprobs or tokens_out,
         "top_logprobs": top,
         "token_texts": logprobs and not by_ids,
@@ -316,7 +319,7 @@ def _plan(
         fields=dict.fromkeys(PROMPTS, prompts.field)
         | ROUTED
         | {"prompt_top_logprobs": "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"}
-        | {"prompt_text": "echo"}
+        | {"prompt_text": "echo", "structured_output": form_field}
         | ({} if logprobs or not tokens_out else {"logprobs": "return_token_ids"}),
         batch=len(prompts.each) if prompts.batch else None,
         scores_only=max_tokens == 0,

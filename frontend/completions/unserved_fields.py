@@ -21,8 +21,8 @@ from pydantic import BaseModel
 from rl_plane.errors import InvalidRequest, Unsupported
 
 _ONLY_NULL = (
-    # structured output
-    "guided_json guided_regex guided_choice guided_grammar structured_outputs",
+    # structured output by the names of older versions of vLLM, and options of how it is written
+    "guided_json guided_regex guided_choice guided_grammar whitespace_pattern",
     # inputs and outputs that are no text
     "prompt_embeds input_embeds image_data video_data audio_data audio images_config video_config features",
     "mm_hashes mm_content_hashes max_dynamic_patch min_dynamic_patch image_max_dynamic_patch",
@@ -49,6 +49,7 @@ _ONLY_FALSE = (
     "return_spec_tokens_details return_prompt_token_ids return_input_ids_in_sglext return_output_ids_in_sglext",
     "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs return_text_in_logprobs flat_logprobs",
     "return_indexer_topk return_entropy return_bytes return_token_strs use_audio_in_video background",
+    "disable_any_whitespace disable_additional_properties",
     "require_reasoning add_special_tokens continue_final_message greed_sampling use_raw_prompt",
     "continuous_usage_stats include_obfuscation",
 )
@@ -78,10 +79,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (0,),
     "prompt_logprob_start": (0,),
     "suffix": ("",),
-    "regex": ("",),
-    "json_schema": ("",),
-    "ebnf": ("",),
-    "structural_tag": ("",),
     "stop_regex": ([], ""),
     "tool_choice": ("none",),
     "function_call": ("none",),
@@ -89,7 +86,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "output_mode": ("tokens",),
     "mm_payload": ("tensors", "none"),  # replies have none
     "service_tier": ("auto", "default"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "detokenize": (True,),

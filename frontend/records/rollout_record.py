@@ -7,6 +7,7 @@ from typing import Any
 
 from frontend.completions.openai_bodies import SamplingBody
 from frontend.completions.reply_choice import Choice, spans_of
+from frontend.completions.structured_fields import in_structured_outputs
 from rl_plane.protocol.generation import GenerateRequest
 
 FORMAT = 1
@@ -62,6 +63,8 @@ def body_of(request: GenerateRequest) -> dict[str, Any]:
     body["max_tokens"] = request.max_tokens
     if request.adapter is not None:
         body["model"] = request.adapter
+    if request.structured_output is not None:
+        body["structured_outputs"] = in_structured_outputs(request.structured_output)
     if request.logprobs:
         body["logprobs"] = max(1, request.top_logprobs)
     return body

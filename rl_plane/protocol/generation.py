@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.prompt_tops import PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts
+from rl_plane.protocol.structured_output import StructuredOutput
 
 MAX_PROMPT_TOKENS = 1 << 20
 """More prompt tokens than any engine takes. It bounds the list before the engine checks its own limit."""
@@ -203,6 +204,8 @@ class GenerateRequest(BaseModel):
     )
     """Sequences that are not generated: after all but the last token of one, the last token is excluded. Tokens of the
     prompt don't count."""
+    structured_output: StructuredOutput | None = None
+    """The form of the text. None: any text."""
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_PROMPT_TOKENS)
     """Keep only this many tokens of the prompt, the last ones."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)

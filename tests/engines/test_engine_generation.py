@@ -252,14 +252,9 @@ async def test_what_a_request_allows_and_bars(kind: Kind, engine: OffersMemory, 
     bias = {"9": 100.0, str(first): -100.0}
     assert (await run(engine, ask(prompt, logit_bias=bias))).tokens == [9] * 16
     with_logprobs = ask(prompt, logprobs=True, logit_bias=bias)
-    if "logit_bias+logprobs" in kind.lacks:
-        with pytest.raises(Unsupported, match="biased") as caught:
-            await run(engine, with_logprobs)
-        assert caught.value.facts["field"] == "logit_bias"
-    else:
-        biased = await run(engine, with_logprobs)
-        expected, _ = logprobs_of(models.tiny[1], prompt, biased.tokens)
-        assert biased.logprobs == pytest.approx(expected, abs=LOGPROBS)
+    biased = await run(engine, with_logprobs)
+    expected, _ = logprobs_of(models.tiny[1], prompt, biased.tokens)
+    assert biased.logprobs == pytest.approx(expected, abs=LOGPROBS)
     cut = await run(
         engine, ask([9, *prompt], truncate_prompt_tokens=len(prompt), cache_salt="pepper", logprobs=True)
     )

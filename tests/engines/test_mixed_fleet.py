@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from tests.support.delta_updates import by_delta
 from tests.support.dialect_facade import facade, fine
 from tests.support.faults import StatusLog, Stream
 from tests.support.fleet_updates import all_serve, states, update_of
-from tests.support.frontend_process import ask, events_of, until_running
+from tests.support.frontend_process import ask, error_of, events_of, post, until_running
 from tests.support.ipc_memory import trainer_of
 from tests.support.mixed_fleet import (
     END_S,
@@ -77,6 +78,19 @@ MOVES = 6
 """The number of times that one choice moves to another worker: each engine continues after each other."""
 ROUND_TRIPS = 10
 """Round trips to each worker: a running engine makes tokens meanwhile."""
+
+
+def watched_attempts(monkeypatch: pytest.MonkeyPatch) -> list[Attempts]:
+    """A list that grows with each attempt of a frontend of this process at a choice."""
+    found: list[Attempts] = []
+    really = Attempts.run
+
+    def watched(attempts: Attempts, *given: Any) -> Any:
+        found.append(attempts)
+        return really(attempts, *given)
+
+    monkeypatch.setattr(Attempts, "run", watched)
+    return found
 
 
 async def settled(client: RlClient, mixed: Mixed) -> str:
@@ -337,15 +351,9 @@ async def test_a_choice_goes_on_at_any_other_engine(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, logprobs, text and labels, as if one had made it."""
+    await mixed.witnessed(client)
     base = seed_of(await settled(client, mixed))
-    found: list[Attempts] = []
-    really = Attempts.run
-
-    def watched(attempts: Attempts, *given: Any) -> Any:
-        found.append(attempts)
-        return really(attempts, *given)
-
-    monkeypatch.setattr(Attempts, "run", watched)
+    found = watched_attempts(monkeypatch)
     body = {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False, "migrate": True}
     texts: list[str] = []
     async with Streaming(http, max_tokens=LONG, **body) as stream:
@@ -364,6 +372,55 @@ async def test_a_choice_goes_on_at_any_other_engine(
     assert (span["start"], span["end"]) == (0, LONG)
     whole = await http.post("/detokenize", json={"tokens": stream.tokens})
     assert "".join(texts) == whole.json()["prompt"]
+
+
+async def test_a_text_has_its_form_by_every_route(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+    """vLLM and SGLang give a text its form. `hf` does not, so such a request goes to one of the two."""
+    await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
+    ids = {"prompt_token_ids": PROMPT, "max_tokens": 64}
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["yes", "no"]}}}
+    tokens: dict[str, Any] = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 64}}
+    tokens["sampling_params"]["structured_outputs"] = {"choice": ["maybe", "never"]}
+    native = {"input_ids": PROMPT, "sampling_params": {"ebnf": 'root ::= [x-z]+ "!"', "max_new_tokens": 1000}}
+    able = {mixed.ids[engine] for engine in ("vllm", "sglang")}
+    for engine in ("vllm", "sglang"):
+        chosen = {"nvext": {"instance_id": mixed.ids[engine]}}
+        (chat,) = (await post(http, "/v1/chat/completions", **ids, **chosen, response_format=schema))["choices"]
+        assert json.loads(chat["message"]["content"]) in ("yes", "no")
+        form = {"structured_outputs": {"regex": "[a-f]{9}"}}
+        (text,) = (await post(http, "/v1/completions", **ids, **chosen, **form))["choices"]
+        assert re.fullmatch("[a-f]{9}", text["text"])
+    for _ in range(4):
+        (choice,) = (await post(http, "/inference/v1/generate", **tokens))["choices"]
+        text = (await http.post("/detokenize", json={"tokens": choice["token_ids"][:-1]})).json()["prompt"]
+        assert (choice["instance_id"] in able, text in ("maybe", "never")) == (True, True), text
+        reply = await post(http, "/generate", **native)
+        assert reply["meta_info"]["instance_id"] in able
+        assert re.fullmatch("[x-z]+!?", reply["text"]), reply["text"]
+    alone = {"nvext": {"instance_id": mixed.ids["hf"]}, "regex": "a"}
+    error = error_of(await http.post("/v1/completions", json={**ids, **alone}), 501)
+    assert (error["field"], bool(error["fix"])) == ("regex", True)
+
+
+async def test_a_text_keeps_its_form_when_it_goes_on_at_another_engine(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
+    found = watched_attempts(monkeypatch)
+    body = {"temperature": 0, "migrate": True, "structured_outputs": {"regex": "[a-f]{100}=[0-9]{100}"}}
+    texts: list[str] = []
+    async with Streaming(http, max_tokens=LONG, **body) as stream:
+        while await stream.more():
+            texts.append(stream.last["text"])
+            if len(stream.tokens) >= 20 * len(found) and len(found) <= 3:
+                found[-1].on_lost(stream.last["instance_id"])
+    assert stream.error is None
+    assert re.fullmatch("[a-f]{100}=[0-9]{100}", "".join(texts))
+    makers = [maker["instance_id"] for maker in stream.last["instances"]]
+    assert len(makers) == 4
+    assert set(makers) == {mixed.ids["vllm"], mixed.ids["sglang"]}
+    expected, _ = await asyncio.to_thread(logprobs_of, mixed.tiny(1), PROMPT, stream.tokens)
+    assert stream.logprobs == pytest.approx(expected, abs=LOGPROB)
 
 
 async def test_a_caller_that_leaves_ends_its_request_in_each_engine(

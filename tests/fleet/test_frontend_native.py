@@ -15,6 +15,7 @@ from tests.support.frontend_process import (
     error_of,
     events_of,
     http,
+    post,
     state_of,
     tokens_under,
     update,
@@ -27,12 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["http"]
 
 VLLM, SGLANG = "/inference/v1/generate", "/generate"
-
-
-async def post(http: httpx.AsyncClient, path: str, **body: Any) -> Any:
-    response = await http.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 async def streamed(http: httpx.AsyncClient, path: str, **body: Any) -> list[Any]:
@@ -328,7 +323,7 @@ async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
         (SGLANG, {"text": ["a"], "sampling_params": [{}]}, 501, "sampling_params"),
         (SGLANG, {"text": "a", "sampling_params": {"stop_regex": "a"}}, 501, "sampling_params.stop_regex"),
         (SGLANG, {"input_ids": PROMPT, "return_hidden_states": True}, 501, "return_hidden_states"),
-        (SGLANG, {"input_ids": PROMPT, "sampling_params": {"regex": "a*"}}, 501, "sampling_params.regex"),
+        (SGLANG, {"input_ids": PROMPT, "sampling_params": {"regex": "\0"}}, 400, "sampling_params.regex"),
         (SGLANG, {"input_ids": PROMPT, "logprob_start_len": len(PROMPT) + 1}, 400, "logprob_start_len"),
         (SGLANG, {"input_ids": PROMPT, "logprob_start_len": -2}, 400, "logprob_start_len"),
         (
@@ -369,6 +364,11 @@ async def test_what_a_worker_refuses_is_told_by_the_callers_name(plane: Plane, h
     for path, body, field in refused:
         for stream in (False, True):
             assert error_of(await http.post(path, json={**body, "stream": stream}), 400)["field"] == field
+    for path, body, field in (
+        (VLLM, {"token_ids": PROMPT, "sampling_params": {"structured_outputs": {"choice": ["a"]}}}, "choice"),
+        (SGLANG, {"input_ids": PROMPT, "sampling_params": {"ebnf": 'root ::= "a"'}}, "ebnf"),
+    ):
+        assert error_of(await http.post(path, json=body), 501)["field"].endswith(field)
 
 
 async def test_fields_that_upstream_takes_and_that_change_nothing(plane: Plane, http: httpx.AsyncClient) -> None:

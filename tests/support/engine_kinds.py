@@ -316,7 +316,6 @@ SGLANG = Kind(
     lacks=frozenset(
         {
             "min_tokens",
-            "logit_bias+logprobs",
             "allowed_token_ids",
             "bad_words_token_ids",
             "min_p",

@@ -54,6 +54,13 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
+async def post(http: httpx.AsyncClient, path: str, **body: Any) -> Any:
+    """The reply of a call that succeeds."""
+    response = await http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
 async def ask(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     response = await http.post("/v1/completions", json={"prompt_token_ids": PROMPT, **body})
     assert response.status_code == 200, response.text

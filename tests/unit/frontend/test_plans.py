@@ -54,6 +54,7 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "logit_bias": {},
         "allowed_token_ids": None,
         "bad_words_token_ids": [],
+        "structured_output": None,
         "truncate_prompt_tokens": None,
         "cache_salt": None,
         "skip_special_tokens": True,

@@ -15,6 +15,7 @@ from rl_plane.protocol.generation import (
 )
 
 NO_EXPERTS = "the model has no experts"
+NO_FORM = "this engine does not give a text a form: vllm and sglang do"
 NO_ROUTED = "the engine was not told to: start it with --engine-arg enable_return_routed_experts=true"
 
 
@@ -91,6 +92,7 @@ def check_tokens(
             prompt_tokens=len(prompt),  # a frontend shortens max_tokens by it, if the caller did not choose it
         )
     _check_choice(request, eos, vocab_size)
+    _check_form(request)
 
 
 def check_adapter(adapter: str | None, loaded: Collection[str], field: str) -> None:
@@ -108,6 +110,23 @@ def check_vocabulary(field: str, ids: list[int], vocab_size: int) -> None:
         raise InvalidRequest(
             f"token {max(ids)} is outside the vocabulary", field=field, fix=f"use ids below {vocab_size}"
         )
+
+
+FREE_END = ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words_token_ids")
+"""Fields that bar or ignore the end of a text, or other tokens that its form may need."""
+
+
+def _check_form(request: GenerateRequest) -> None:
+    """Raises InvalidRequest if the form of the text and another limit might leave no token to choose."""
+    if request.structured_output is None:
+        return
+    for field in FREE_END:
+        if getattr(request, field) != _default(field):
+            raise InvalidRequest(
+                f"{field} beside a form of the text: together they may allow no token at all",
+                field=field,
+                fix="send one of the two",
+            )
 
 
 def _check_choice(request: GenerateRequest, eos: frozenset[int], vocab_size: int) -> None:

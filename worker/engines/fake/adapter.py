@@ -35,6 +35,7 @@ from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.stop_strings import StopStrings
 from worker.engines.common.token_checks import (
     NO_EXPERTS,
+    NO_FORM,
     check_adapter,
     check_tokens,
     check_tops,
@@ -78,7 +79,7 @@ __all__ = [
 
 FAKE_VERSION = "1"
 
-CAPABILITIES = {"generate:routed_experts": NO_EXPERTS}
+CAPABILITIES = {"generate:routed_experts": NO_EXPERTS, "generate:structured_output": NO_FORM}
 
 STAGE = "a stage for trials: it has no weights and generates nothing"
 

@@ -29,7 +29,7 @@ from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.generating import Generating
 from worker.engines.common.pieces import Piece
 from worker.engines.common.scoring import check_sequences, checked_scores
-from worker.engines.common.token_checks import NO_EXPERTS, check_adapter, most_tops
+from worker.engines.common.token_checks import NO_EXPERTS, NO_FORM, check_adapter, most_tops
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
 from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.hf.experts import ExpertRecorder
@@ -323,7 +323,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
 
 def _capabilities(has_experts: bool) -> dict[str, str]:
-    lacking = {"release_memory": _NO_SLEEP, "resume_memory": _NO_SLEEP}
+    lacking = {"release_memory": _NO_SLEEP, "resume_memory": _NO_SLEEP, "generate:structured_output": NO_FORM}
     if not has_experts:
         lacking["generate:routed_experts"] = NO_EXPERTS
     return lacking if have_peft() else lacking | {"prepare_update:lora": NO_PEFT, "update_weights:lora": NO_PEFT}

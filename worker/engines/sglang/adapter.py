@@ -42,13 +42,14 @@ NO_SAVER = "start it on a GPU with --enable-memory-saver"
 NO_SEEDS = "SGLang looks at seeds in its deterministic mode only: start it with --deterministic"
 NO_SEEDS_CPU = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
 
+NO_GRAMMARS = "the engine was told so: start it without --engine-arg grammar_backend=none"
+
 PENALIZED = (
     "SGLang counts a request's tokens anew after each update, and its logprobs would be of penalized logits"
 )
 
 NO_CHOICE = {
     "generate:min_tokens": "SGLang counts a request's tokens anew after each update, and bars what its tokenizer says",
-    "generate:logit_bias+logprobs": "SGLang's logprobs would be those of the biased logits",
     "generate:min_p": "SGLang has this for requests without a seed only, and ends itself",
     "generate:frequency_penalty": PENALIZED,
     "generate:presence_penalty": PENALIZED,
@@ -148,6 +149,8 @@ class SglangEngine(RankEngine[SglangProcess]):
         lacking |= lacking_seeds(
             self._on_cpu, arguments.sampling_backend, arguments.enable_deterministic_inference
         )
+        if arguments.grammar_backend == "none":
+            lacking["generate:structured_output"] = NO_GRAMMARS
         if not arguments.enable_return_routed_experts:
             has_experts = bool(getattr(config.hf_text_config, "num_experts_per_tok", None))
             lacking["generate:routed_experts"] = NO_ROUTED if has_experts else NO_EXPERTS

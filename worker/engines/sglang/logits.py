@@ -1,7 +1,8 @@
-"""Reports requests of SGLang whose logits are not finite numbers.
+"""Looks at SGLang's logits as the model made them, before grammars and biases change them.
 
-An observer in each rank marks such a request when its token is sampled. The messages of the first rank then carry the
-mark, and the adapter ends the request by an abort, which all ranks get at the same place.
+Logprobs are of these logits. A request whose logits are not finite numbers ends: an observer in each rank marks it when
+its token is sampled. The messages of the first rank then carry the mark, and the adapter ends the request by an abort,
+which all ranks get at the same place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from worker.engines.common.finite_logits import take_out
 
 NOTE = "rl_plane_not_finite"
 """The name of the mark, on a request in a rank and in a reply beside its tokens."""
+
+
+RAW = "rl_plane_raw_logits"
+"""The attribute of a batch's sampling parameters that has its logits from before grammars and biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +48,26 @@ class Observer:
         return True
 
     def before_grammar(self, logits: Any, sampling: Any) -> Any:
-        return take_out(logits)
+        found = take_out(logits)
+        if sampling.grammar_mask is not None or sampling.logit_bias is not None:
+            setattr(sampling, RAW, logits.clone())
+        return found
 
     def after_sample(self, rows: Any, token_ids: Any) -> Found:
         return Found(rows)
 
     def from_pp_tensors(self, tensors: Mapping[str, Any]) -> Found:
         return Found(tensors["rows"])
+
+
+def sample_with_raw_logprobs(
+    original: Any, sampler: Any, output: Any, sampling: Any, logprobs: bool, *more: Any, **named: Any
+) -> Any:
+    """Wraps SGLang's sampler, whose `logprob_logits` are the logits of the logprobs."""
+    raw = sampling.__dict__.pop(RAW, None)
+    if logprobs and raw is not None:
+        named.setdefault("logprob_logits", raw)
+    return original(sampler, output, sampling, logprobs, *more, **named)
 
 
 def telling(streamer: Any, scheduler: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rl_plane.errors import EngineFailed, PlaneError
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
 from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts, width_of
@@ -20,6 +20,7 @@ from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
 from worker.engines.common.pieces import Piece, PieceQueue, Top
 from worker.engines.common.spans import Label
 from worker.engines.sglang.logits import NOTE
+from worker.engines.sglang.structured_output import REFUSED, sampling_options
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 MAX_SEED = 1 << 63
@@ -36,6 +37,14 @@ def _likeliest(top: list[tuple[float, int, Any]], count: int) -> Top:
 
 def _rank_in(tops: Top, token: int) -> int | None:
     return next((rank for rank, (one, _) in enumerate(tops, 1) if one == token), None)
+
+
+def _ended_by_engine(why: str) -> PlaneError:
+    if why.startswith(REFUSED):
+        return InvalidRequest(
+            f"SGLang refuses the form: {why}", field="structured_output", fix="give a form that SGLang takes"
+        )
+    return EngineFailed(f"SGLang ended the request: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,7 @@ class SglangStream:
         reason = meta["finish_reason"]
         if reason is not None:
             if reason["type"] == "abort" and reason.get("status_code") is not None:
-                self.end(EngineFailed(f"SGLang ended the request: {reason.get('message')}"))
+                self.end(_ended_by_engine(str(reason.get("message"))))
                 return True
             piece.finish_reason = _FINISH[reason["type"]]
             piece.routed = self._experts.read(meta.get("routed_experts")) if self.request.routed_experts else None
@@ -315,5 +324,6 @@ class Feeder:
                 "ignore_eos": request.ignore_eos,
                 "logit_bias": request.logit_bias or None,
                 "skip_special_tokens": False,
+                **sampling_options(request, len(stream.made)),
             },
         )

@@ -21,12 +21,14 @@ def register() -> None:
     from worker.engines.vllm.draining import drain_preempted
     from worker.engines.vllm.dtypes import watch_loads
     from worker.engines.vllm.kept_kv import salt_requests
+    from worker.engines.vllm.structured_output import continue_grammars
     from worker.receive.rank_agents.agent_server import belong_to_worker
 
     belong_to_worker()
     _wake_without_a_step()
     drain_preempted()
     salt_requests()
+    continue_grammars()
     _score_between_steps()
     _report_load()
     _leave_no_nan_in_blocks()

@@ -99,6 +99,7 @@ class VllmProcess(EngineProcess):
 
     def _build(self, directory: Path) -> None:
         from vllm import AsyncEngineArgs
+        from vllm.config import StructuredOutputsConfig
         from vllm.platforms import current_platform
         from vllm.triton_utils import HAS_TRITON
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -111,6 +112,8 @@ class VllmProcess(EngineProcess):
             self.options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
             check_cpu(self.arguments)
         arguments = completed(self.arguments, on_cpu)
+        # vLLM's own is auto: the first request with a form of the text chooses the library for all later ones.
+        arguments.setdefault("structured_outputs_config", StructuredOutputsConfig(backend="xgrammar"))
         nodes = self.options.nodes.settings if self.options.nodes is not None else NodeSettings()
         ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
         if ranks % nodes.count:

@@ -14,7 +14,7 @@ from worker.engines.capabilities import CheckScope
 from worker.engines.vllm.dtypes import dtypes_of_load
 from worker.engines.vllm.here import Here
 from worker.engines.vllm.holder import VllmHolder
-from worker.engines.vllm.logits import count_before_sampling
+from worker.engines.vllm.logits import look_before_sampling
 from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.prompt_logprobs import score_prompts_by_token
 from worker.receive.rank_agents.agent_server import AgentServer, Method
@@ -42,7 +42,7 @@ class RankExtension:
                 from worker.engines.vllm.patches.seeds import rewind_by_state
 
                 rewind_by_state(self.model_runner)
-            count_before_sampling(self.model_runner)
+            look_before_sampling(self.model_runner)
             AgentServer.of_rank(directory, self.rank, methods).start()
 
         return _outcome(start)

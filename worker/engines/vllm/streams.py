@@ -17,6 +17,7 @@ from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
 from worker.engines.common.pieces import Piece, Top
 from worker.engines.common.spans import Label
 from worker.engines.vllm.processes import VllmProcess
+from worker.engines.vllm.structured_output import sampling_options
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -125,12 +126,24 @@ class Streams:
         if request.cache_salt is not None:
             rendered["cache_salt"] = request.cache_salt
         try:
-            queue = await self._llm.add_request(stream.key, rendered, self._sampling(request), lora_request=lora)
+            sampling = self._sampling(request)
+            if request.structured_output is not None:
+                # vLLM checks the form before it takes the request. That takes seconds for some: other requests wait
+                # for this loop.
+                rendered = await self._checked_aside(stream.key, rendered, sampling, lora)
+            queue = await self._llm.add_request(stream.key, rendered, sampling, lora_request=lora)
         except (ValueError, VLLMClientError) as error:  # vLLM's own checks
-            field = getattr(error, "parameter", None) or "request"
+            of_form = "structured_output" if request.structured_output is not None else "request"
+            field = getattr(error, "parameter", None) or of_form
             raise InvalidRequest(f"vLLM refuses it: {error}", field=field, fix="give what vLLM takes") from error
         stream.submitted.set()
         return queue
+
+    async def _checked_aside(self, key: str, rendered: dict[str, Any], sampling: Any, lora: Any) -> Any:
+        """Makes the engine's request of it, on a thread."""
+        tasks = await self._llm.get_supported_tasks()
+        process = self._llm.input_processor.process_inputs
+        return await asyncio.to_thread(process, key, rendered, sampling, tasks, lora_request=lora)
 
     def _sampling(self, request: GenerateRequest) -> Any:
         from vllm import SamplingParams
@@ -156,6 +169,7 @@ class Streams:
             prompt_logprobs=request.prompt_top_logprobs if request.prompt_logprobs else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            **sampling_options(request),
         )
         sampling.all_stop_token_ids.update(self._eos)  # `min_tokens` bars them
         # vLLM takes bad words as text only, and turns them into these.

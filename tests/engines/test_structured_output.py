@@ -1,0 +1,137 @@
+"""The form of a text (`structured_output`) in real vLLM and real SGLang on a CPU: the text has it, its logprobs are of
+the model's own logits, and a text that another worker has begun goes on in its form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.support.engine_models import LOGPROBS, Models, is_of, kind, models
+
+torch = pytest.importorskip("torch")
+
+from rl_plane.errors import InvalidRequest, PlaneError  # noqa: E402
+from rl_plane.protocol.generation import GenerateRequest  # noqa: E402
+from rl_plane.protocol.structured_output import FormKind, StructuredOutput, grammar_of_choices  # noqa: E402
+from tests.support.engine_kinds import OffersMemory  # noqa: E402
+from tests.support.engine_runs import Run, ask, run, update  # noqa: E402
+from tests.support.reference import logprobs_of  # noqa: E402
+from tests.support.shared_engine import engine, prompt_of, scratch, shared  # noqa: E402
+from worker.testing.tiny_model import VOCAB_SIZE  # noqa: E402
+
+__all__ = ["engine", "kind", "models", "scratch", "shared"]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:::(torch|vllm|sglang|transformers|multiprocessing)"),  # theirs, not ours
+]
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["Ada", "Grace"]},
+        "born": {"type": "integer", "minimum": 1800, "maximum": 1999},
+        "tools": {"type": "array", "items": {"enum": ["pen", "loom"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "born", "tools"],
+    "additionalProperties": False,
+}
+TAG = {
+    "type": "structural_tag",
+    "format": {"type": "sequence", "elements": [{"type": "const_string", "value": "<call>"}]},
+}
+TEXTS: dict[FormKind, tuple[str, str]] = {
+    "json_schema": (json.dumps(PERSON), r'\{\s*"name":\s*"(Ada|Grace)",\s*"born".*\}'),
+    "regex": (r"[a-f]{6}-[0-9]{4}", r"[a-f]{6}-[0-9]{4}"),
+    "grammar": (grammar_of_choices(['say "no"', "ja\\nein", "läßt 🦀"]), r'say "no"|ja\\nein|läßt 🦀'),
+    "structural_tag": (json.dumps(TAG), "<call>"),
+}
+"""Kind of form → the form, and what its texts match."""
+
+
+def formed(kind: FormKind, text: str, prompt: list[int], **more: Any) -> GenerateRequest:
+    form = StructuredOutput(kind=kind, text=text)
+    return ask(prompt, **{"structured_output": form, "ignore_eos": False, "max_tokens": 512} | more)
+
+
+async def test_a_text_has_the_form_that_its_request_gives(engine: OffersMemory, models: Models) -> None:
+    await update(engine, models.tiny[1], 1)
+    blank = {str(token): -100.0 for token in range(VOCAB_SIZE) if (await engine.detokenize([token])).isspace()}
+    for name, (form, matched) in TEXTS.items():
+        for seed, fields in enumerate([{}, {"temperature": 1.0, "seed": 7}]):
+            # JSON may have any number of blanks between its parts, and this model would make nothing else.
+            result = await run(engine, formed(name, form, prompt_of(seed, 9), logit_bias=blank, **fields))
+            assert result.finish == "stop", name
+            assert re.fullmatch(matched, result.text, re.DOTALL), result.text
+            if name == "json_schema":
+                assert {"Ada", "Grace"} >= {json.loads(result.text)["name"]}
+
+
+async def test_logprobs_are_of_the_models_own_logits(engine: OffersMemory, models: Models) -> None:
+    await update(engine, models.tiny[1], 1)
+    prompt, free = prompt_of(1, 12), ask(prompt_of(2, 20), max_tokens=24, logprobs=True)
+    for fields in ({}, {"temperature": 1.3, "seed": 3}):
+        request = formed("regex", "[a-f]{24}", prompt, logprobs=True, top_logprobs=3, **fields)
+        beside = Run(engine, free.model_copy(update={"id": f"free of {request.id}"}))
+        result, other = await run(engine, request), await beside.end()
+        expected, _ = logprobs_of(models.tiny[1], prompt, result.tokens)
+        assert result.logprobs == pytest.approx(expected, abs=LOGPROBS)
+        assert min(expected) < -1.0, "the form has barred the likeliest token at some place"
+        tops = [row for delta in result.deltas for row in delta.top_logprobs or ()]
+        assert len(tops) == len(result.tokens)
+        assert all(top[0][1] >= value - LOGPROBS for top, value in zip(tops, result.logprobs, strict=True))
+        assert is_of(other, models.tiny[1]), "a form binds its own request alone"
+
+
+async def test_a_continued_text_goes_on_in_its_form(engine: OffersMemory, models: Models) -> None:
+    await update(engine, models.tiny[1], 1)
+    prompt = prompt_of(3, 11)
+    whole = await run(engine, formed("regex", "[a-f]{30}=[0-9]{8}", prompt))
+    assert whole.finish == "stop"
+    for made in (1, len(whole.tokens) // 2, len(whole.tokens) - 1):
+        so_far = whole.tokens[:made]
+        rest = formed("regex", "[a-f]{30}=[0-9]{8}", [*prompt, *so_far], continued=made)
+        result = await run(engine, rest)
+        text = await engine.detokenize(so_far + [one for one in result.tokens if one])
+        assert re.fullmatch("[a-f]{30}=[0-9]{8}", text), (made, text)
+        assert result.finish == "stop"
+    other = formed("regex", "[a-f]{30}=[0-9]{8}", [*prompt, *whole.tokens[:-1]], continued=len(whole.tokens[:-1]))
+    misfit = other.model_copy(update={"structured_output": StructuredOutput(kind="regex", text="[x-z]{9}")})
+    with pytest.raises(PlaneError):
+        await run(engine, misfit)
+    assert (await run(engine, other.model_copy(update={"id": "again"}))).finish == "stop"
+
+
+async def test_an_update_leaves_a_running_text_its_form(engine: OffersMemory, models: Models) -> None:
+    await update(engine, models.tiny[1], 1)
+    running = [Run(engine, formed("regex", "[a-f]{400}", prompt_of(seed, 15))) for seed in range(3)]
+    for one in running:
+        await one.reach(10)
+    await update(engine, models.tiny[2], 2)
+    for result in await asyncio.gather(*(one.end() for one in running)):
+        assert result.finish == "stop"
+        assert re.fullmatch("[a-f]{400}", result.text)
+        assert [span.sequence for span in result.spans] == [1, 2]
+
+
+async def test_bad_forms_are_refused_and_leave_the_engine_as_it_was(engine: OffersMemory, models: Models) -> None:
+    await update(engine, models.tiny[1], 1)
+    bad: list[tuple[FormKind, str]] = [
+        ("regex", "(unclosed"),
+        ("grammar", "root ::= missing"),
+        ("json_schema", '{"type": "nothing"}'),
+        ("structural_tag", '{"type": "structural_tag", "format": {"type": "nothing"}}'),
+    ]
+    for name, form in bad:
+        with pytest.raises(InvalidRequest) as caught:
+            await run(engine, formed(name, form, [5]))
+        assert caught.value.facts["field"] == "structured_output", name
+    for field, value in {"ignore_eos": True, "min_tokens": 3}.items():
+        with pytest.raises(InvalidRequest) as caught:
+            await run(engine, formed("regex", "a", [5], **{field: value}))
+        assert caught.value.facts["field"] == field
+    assert (await run(engine, formed("regex", "[ab]{3}", [5]))).finish == "stop"

@@ -1,0 +1,73 @@
+"""The form of a text (`GenerateRequest.structured_output`) in SGLang."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.structured_output import FormKind
+
+log = logging.getLogger("worker.engines.sglang.structured_output")
+
+CONTINUED = "rl_plane_continued"
+"""The name, in a request's `custom_params`, of the number of tokens at the end of the prompt that are of the text."""
+REFUSED = "Failed to compile"
+"""SGLang's words for a form that it does not take, and for tokens so far that do not have the form."""
+
+_NAMES: dict[FormKind, str] = {"grammar": "ebnf"}
+
+
+def sampling_options(request: GenerateRequest, made: int) -> dict[str, Any]:
+    """The sampling parameters of SGLang by which the text has the form that the request gives. `made`: the tokens at
+    the end of the prompt that this worker has made."""
+    form = request.structured_output
+    if form is None:
+        return {}
+    continued = request.continued + made
+    return {
+        _NAMES.get(form.kind, form.kind): form.text,
+        **({"custom_params": {CONTINUED: continued}} if continued else {}),
+    }
+
+
+def with_grammars(original: Callable[..., bool], manager: Any, request: Any) -> bool:
+    """Wraps the function in which SGLang looks up the grammar of a request. The first request that needs one makes the
+    backend: SGLang itself makes none here, because it runs without a tokenizer."""
+    given = request.sampling_params
+    if any((given.json_schema, given.regex, given.ebnf, given.structural_tag)) and manager.grammar_backend is None:
+        manager.grammar_backend = _make_backend(manager)
+    return original(manager, request)
+
+
+def _make_backend(manager: Any) -> Any:
+    from sglang.srt.constrained.base_grammar_backend import create_grammar_backend
+
+    from worker.engines.common.tokenizing import load_tokenizer
+
+    scheduler, model = manager.scheduler, manager.scheduler.model_config
+    return create_grammar_backend(
+        scheduler.server_args,
+        load_tokenizer(Path(model.model_path)),
+        model.vocab_size,
+        model.hf_eos_token_id,
+        think_end_ids=model.think_end_ids,
+    )
+
+
+def continue_grammar(result: None, manager: Any, request: Any) -> None:
+    """Runs after SGLang has the grammar of a request. The grammar of a continued request begins after the tokens so
+    far, which stand in its prompt."""
+    from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
+
+    count = (request.sampling_params.custom_params or {}).get(CONTINUED, 0)
+    if not count or isinstance(request.grammar, InvalidGrammarObject):
+        return
+    try:
+        for token in request.origin_input_ids[-count:]:
+            request.grammar.accept_token(token)
+    except ValueError as error:
+        log.warning("a continued request does not have its form: %s", error)
+        request.set_finish_with_abort(f"{REFUSED}: the tokens so far do not have the form that the request gives")
