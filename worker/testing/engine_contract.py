@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ import psutil
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan
+from rl_plane.protocol.structured_output import StructuredOutput
 from rl_plane.protocol.update_requests import BaseTarget, LoraTarget, ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
@@ -246,6 +248,21 @@ async def generates_greedily(at: EngineUnderTest) -> None:
     if with_logprobs:
         assert len(first.logprobs) == NEW_TOKENS
         assert all(value <= 1e-6 for value in first.logprobs), "a logprob is at most 0"
+
+
+async def gives_a_text_its_form(at: EngineUnderTest) -> None:
+    """A text has the form that its request gives, or the engine refuses the request."""
+    form: dict[str, Any] = {"structured_output": StructuredOutput(kind="regex", text="[ab]{4}")}
+    form["ignore_eos"] = False
+    if at.lacks("generate:structured_output"):
+        error = await refused(anext(at.engine.generate(at.request(**form))), Unsupported)
+        assert error.facts["field"] == "structured_output"
+        return
+    reply = await at.generate(max_tokens=16, **form)
+    assert reply.finish == "stop", "a text ends where it is complete"
+    if isinstance(at.engine, CanTokenize):
+        text = await bounded(at.engine.detokenize(reply.tokens))
+        assert re.match("[ab]{4}(?![ab])", text), "the text has the form, before an end token"
 
 
 async def labels_its_tokens(at: EngineUnderTest) -> None:
@@ -593,6 +610,7 @@ CHECKS: Mapping[str, Check] = {
     for check in (
         describes_itself,
         generates_greedily,
+        gives_a_text_its_form,
         labels_its_tokens,
         refuses_bad_requests,
         aborts,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.paths import ROOT
 from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions, PauseMode
@@ -22,6 +23,7 @@ from worker.testing.engine_contract import (
     aborts,
     check_close,
     check_engine,
+    gives_a_text_its_form,
     kept_kv_is_told_and_used_by_no_other_request,
     labels_its_tokens,
     pause_keep_freezes,
@@ -97,6 +99,11 @@ class ForgetsLabels(FakeEngine):
         pass
 
 
+class IgnoresForms(FakeEngine):
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        return super().generate(request.model_copy(update={"structured_output": None}))
+
+
 class NeverPauses(FakeEngine):
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         return clear_cache
@@ -123,6 +130,7 @@ class TakesAnyToken(FakeEngine):
         (KeepsOldWeights, swap_changes_tokens_and_nothing_else),
         (AlwaysKeepsKv, kept_kv_is_told_and_used_by_no_other_request),
         (ForgetsLabels, labels_its_tokens),
+        (IgnoresForms, gives_a_text_its_form),
         (NeverPauses, pause_keep_freezes),
         (NeverPauses, pause_wait_drains),
         (AbortsNothing, aborts),
