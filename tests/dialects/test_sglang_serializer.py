@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -12,8 +15,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+from safetensors.torch import load_file
+
 from tests.support.dialect_facade import facade, fine, proven, refused, served
 from tests.support.hf_fleet import Witnesses
+from tests.support.hf_fleet import proven as adapters_proven
 from tests.support.sharing_trainer import SharingTrainer
 
 if TYPE_CHECKING:
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engines("sglang"), pytest.mark.timeout(400)]
 
 ROUTE = "/update_weights_from_tensor"
+ADAPTERS = "/load_lora_adapter_from_tensors"
 
 WAYS = (
     ("list", None, 1),
@@ -98,6 +105,38 @@ async def _commits_at_an_end(
     await proven(http, ids, 1, "paused")
 
 
+async def test_adapters(plane: Plane) -> None:
+    """As `Engine.load_lora_adapter_from_tensors` of SGLang sends them."""
+    witnesses = Witnesses(plane)
+    ids = await asyncio.to_thread(witnesses.spawn, 2)
+    with SharingTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            for seed, (how, load_format) in enumerate((("mapping", None), ("bucket", "flattened_bucket")), 1):
+                path = witnesses.adapter(seed)
+                sums = {name: sha256(data).hexdigest() for name, data in load_bytes(path).items()}
+                body = {
+                    "lora_name": "style",
+                    "config_dict": json.loads((path / "adapter_config.json").read_text()),
+                    "serialized_named_tensors": await trainer.shared(path, how=how, ranks=2),
+                    "load_format": load_format,
+                }
+                wrong = {**body, "expected_checksums": sums | {next(iter(sums)): "0" * 64}}
+                error = refused(await http.post(ADAPTERS, json=wrong), 400)
+                assert error["field"] == "expected_checksums"
+                body["serialized_named_tensors"] = await trainer.shared(path, how=how, ranks=2)
+                told = fine(await http.post(ADAPTERS, json={**body, "expected_checksums": sums}))
+                assert list(told["loaded_adapters"]) == ["style"]
+                assert await trainer.drop() == [], "the trainer's memory is free again"
+                await adapters_proven(http, ids, 1, style=seed)
+            late = await asyncio.to_thread(witnesses.spawn, 1)
+            await adapters_proven(http, late, 1, style=seed)
+            lost = refused(await http.post(ADAPTERS, json={**body, "lora_name": "lost"}), 400)
+            assert "no shared memory torch_" in lost["message"]
+            gaps = {"serialized_named_tensors": await trainer.shared(path, how="transposed"), "load_format": None}
+            refused(await http.post(ADAPTERS, json={**body, **gaps, "lora_name": "gaps"}), 501)
+            assert "lost" not in fine(await http.get("/v1/rl/state"))["adapters"]
+
+
 async def test_what_is_refused_changes_nothing(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, 1)
@@ -117,8 +156,6 @@ async def test_what_is_refused_changes_nothing(plane: Plane) -> None:
             half = await trainer.shared(witnesses.base(2), parts=2)
             differ = {"serialized_named_tensors": [*elements, *half]}
             assert "the first has" in _told(await http.post(ROUTE, json=differ))
-            adapter = {**body, "lora_name": "one", "config_dict": {}}
-            assert refused(await http.post("/load_lora_adapter_from_tensors", json=adapter), 501)["fix"]
             # A trainer that frees its tensors before the answer.
             gone = await trainer.shared(witnesses.base(2))
             fine(await http.post(ROUTE, json={"serialized_named_tensors": gone, "weight_version": "two"}))
@@ -129,6 +166,13 @@ async def test_what_is_refused_changes_nothing(plane: Plane) -> None:
             assert "on this machine" in lost["fix"]
         await proven(http, ids, 2, "two")
         assert await served(http) == [(True, "two")]
+
+
+def load_bytes(adapter: Path) -> dict[str, bytes]:
+    """The bytes of each tensor of an adapter."""
+    return {
+        name: tensor.numpy().tobytes() for name, tensor in load_file(adapter / "adapter_model.safetensors").items()
+    }
 
 
 def _told(answer: httpx.Response) -> str:

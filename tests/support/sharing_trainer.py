@@ -27,11 +27,11 @@ class SharingTrainer(CommandedProcess):
         """The elements of one call, in base64. The trainer keeps the tensors until `drop`.
 
         Args:
-            directory: a checkpoint.
+            directory: a checkpoint, or an adapter.
             parts: into how many calls its tensors are divided.
             part: the number of this call.
             how: `list`, `local` (a LocalSerializedTensor for each tensor), `bucket`, `transposed` (each matrix lies
-                column by column in memory), `parameters`.
+                column by column in memory), `parameters`, `mapping` (of names to tensors, as for adapters).
             ranks: the number of elements.
         """
         return await self.do("shared", [str(directory), parts, part, how, ranks])
@@ -57,11 +57,14 @@ class _Trainer:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         directory, parts, part, how, ranks = argument
-        tensors = load_file(Path(directory) / "model.safetensors")
+        (file,) = Path(directory).glob("*model.safetensors")
+        tensors = load_file(file)
         named: list[tuple[str, Any]] = [(name, tensors[name]) for name in sorted(tensors)[part::parts]]
         value: Any = named
         if how == "transposed":
             value = [(name, one.t().contiguous().t() if one.dim() == 2 else one) for name, one in named]
+        if how == "mapping":
+            value = dict(named)
         if how == "parameters":
             value = [(name, torch.nn.Parameter(one)) for name, one in named]
         if how == "local":

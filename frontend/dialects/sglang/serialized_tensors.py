@@ -4,7 +4,7 @@ A trainer sends one element for each tensor-parallel rank of an engine. Each is 
 
 | `load_format` | pickled |
 |---|---|
-| null, `direct` | a list of (name, tensor) or (name, LocalSerializedTensor) |
+| null, `direct` | a list of (name, tensor) or (name, LocalSerializedTensor); of an adapter also `{name: tensor}` |
 | `flattened_bucket` | `{"flattened_tensor": tensor, "metadata": [FlattenedTensorMetadata, …]}` |
 
 A LocalSerializedTensor has the pickle of one tensor for each rank.
@@ -214,6 +214,8 @@ class _Element:
     # ---- the shapes of an element ----
 
     def _list(self, value: Any) -> Iterator[tuple[Any, SharedTensor]]:
+        if type(value) is dict:
+            value = list(value.items())
         if type(value) is not list:
             raise UnreadablePickle(
                 f"{kind_of(value)} where load_format null or direct has a list of (name, tensor)"

@@ -21,9 +21,10 @@ from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import begun, joined, members
 from frontend.dialects.common.pause_and_adapters import held_adapters
 from frontend.dialects.sglang.adapters import BY_NAME, loaded_reply
-from frontend.dialects.sglang.body_tensors import FIELD, Store, decoded, is_pickled, read_tensors
+from frontend.dialects.sglang.body_tensors import FIELD, Store, Tensors, decoded, is_pickled, read_tensors
 from frontend.dialects.sglang.serialized_tensors import FORMATS, SharedTensors, described, read_shared
 from frontend.dialects.sglang.sglang_session import SglangUpdateFields, Updates
+from frontend.dialects.sglang.shared_adapters import check_sums, copied
 from frontend.dialects.sglang.shared_counts import give_back
 from frontend.dialects.sglang.update_routes import refuse_draft, report_unused
 from frontend.server.large_bodies import LongText
@@ -56,12 +57,13 @@ class AdapterFields(Fields):
     config_dict: dict[str, Any]
     """PEFT's `adapter_config.json`."""
     serialized_named_tensors: list[str | LongText] = Field(min_length=1, max_length=1024)
-    """One element: `adapter_model.safetensors` in base64."""
+    """As in `/update_weights_from_tensor`, or one element: `adapter_model.safetensors` in base64."""
     load_format: str | None = None
     pinned: bool = False
     lora_id: str | None = None
     added_tokens_config: dict[str, int] | None = None
     expected_checksums: dict[str, str] | None = None
+    """The SHA-256 of each tensor's bytes, in hex."""
 
 
 def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Updates, store: Store) -> None:
@@ -142,19 +144,12 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
     @routes.post(
         "/load_lora_adapter_from_tensors",
         AdapterFields,
-        "An adapter in the body, as safetensors.",
+        "An adapter: tensors that the trainer shares, or safetensors.",
         once=True,
         max_body_bytes=MAX_BODY_BYTES,
     )
     async def adapter(request: ParsedRequest[AdapterFields]) -> Any:
         fields = request.fields
-        if is_pickled(fields.serialized_named_tensors[0]):
-            raise Unsupported(
-                "adapters are read from safetensors files only, not from what SGLang's MultiprocessingSerializer makes",
-                field=FIELD,
-                fix='one element, adapter_model.safetensors in base64, and load_format "safetensors"',
-            )
-        _check_format(fields.load_format)
         if fields.added_tokens_config:
             raise Unsupported(
                 "adapters that add tokens are not supported here", field="added_tokens_config", fix="leave it out"
@@ -164,9 +159,8 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
             fields,
             pinned="a loaded adapter stays",
             lora_id=BY_NAME,
-            expected_checksums="every tensor's own digest is compared",
         )
-        tensors = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
+        tensors = await asyncio.to_thread(_read_adapter, fields)
         op = "swap" if fields.lora_name in await held_adapters(context) else "load"
         with begun():
             transport = await store.put(tensors, f"lora-{fields.lora_name}"[:100], fields.config_dict)
@@ -191,7 +185,22 @@ def _check_format(load_format: str | None) -> None:
         )
 
 
-def _read_shared(fields: TensorFields) -> SharedTensors:
+def _read_adapter(fields: AdapterFields) -> Tensors:
+    if fields.load_format == FORMAT or not is_pickled(fields.serialized_named_tensors[0]):
+        _check_format(fields.load_format)
+        tensors = read_tensors(fields.serialized_named_tensors)
+    else:
+        found = _read_shared(fields)
+        try:
+            tensors = copied(found)
+        finally:
+            give_back(found.shared)
+    if fields.expected_checksums is not None:
+        check_sums(tensors, fields.expected_checksums)
+    return tensors
+
+
+def _read_shared(fields: TensorFields | AdapterFields) -> SharedTensors:
     if fields.load_format not in FORMATS:
         _check_format(fields.load_format)
     return read_shared([decoded(one) for one in fields.serialized_named_tensors], fields.load_format)

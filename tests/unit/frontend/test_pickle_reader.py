@@ -211,7 +211,7 @@ def test_a_tensor_that_can_not_be(what: str) -> None:
         (listed([("a", GOOD), ("a", GOOD)]), None, "twice"),
         (listed([("a b", GOOD)]), None, "name"),
         (listed([("x" * 600, GOOD)]), None, "name"),
-        (bucket([("a", "float32", (2,), 0, 8)], 8), None, "where load_format null"),
+        (bucket([("a", "float32", (2,), 0, 8)], 8), None, "as a tensor"),
         (listed([("a", GOOD)]), "flattened_bucket", "no flattened bucket"),
         (bucket([("a", "float32", (2,), 4, 12)], 8), "flattened_bucket", "not where it says"),
         (bucket([("a", "float32", (2,), 0, 4)], 8), "flattened_bucket", "not where it says"),
