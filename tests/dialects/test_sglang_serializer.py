@@ -106,7 +106,7 @@ async def _commits_at_an_end(
 
 
 async def test_adapters(plane: Plane) -> None:
-    """As `Engine.load_lora_adapter_from_tensors` of SGLang sends them."""
+    """SGLang's own `Engine.load_lora_adapter_from_tensors` sends such elements."""
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, 2)
     with SharingTrainer(plane) as trainer:

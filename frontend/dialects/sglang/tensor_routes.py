@@ -57,7 +57,7 @@ class AdapterFields(Fields):
     config_dict: dict[str, Any]
     """PEFT's `adapter_config.json`."""
     serialized_named_tensors: list[str | LongText] = Field(min_length=1, max_length=1024)
-    """As in `/update_weights_from_tensor`, or one element: `adapter_model.safetensors` in base64."""
+    """Elements like those of `/update_weights_from_tensor`, or one element: `adapter_model.safetensors` in base64."""
     load_format: str | None = None
     pinned: bool = False
     lora_id: str | None = None

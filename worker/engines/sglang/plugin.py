@@ -30,7 +30,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from worker.engines.sglang.logits import sample_with_raw_logprobs, tell, telling
-    from worker.engines.sglang.structured_output import continue_grammar, with_grammars
+    from worker.engines.sglang.text_form import continue_grammar, with_grammars
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _serve_rank, HookType.AROUND)
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _listen_there, HookType.AROUND)

@@ -20,7 +20,7 @@ from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
 from worker.engines.common.pieces import Piece, PieceQueue, Top
 from worker.engines.common.spans import Label
 from worker.engines.sglang.logits import NOTE
-from worker.engines.sglang.structured_output import REFUSED, sampling_options
+from worker.engines.sglang.text_form import REFUSED, sampling_options
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 MAX_SEED = 1 << 63

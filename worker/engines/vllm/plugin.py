@@ -21,7 +21,7 @@ def register() -> None:
     from worker.engines.vllm.draining import drain_preempted
     from worker.engines.vllm.dtypes import watch_loads
     from worker.engines.vllm.kept_kv import salt_requests
-    from worker.engines.vllm.structured_output import continue_grammars
+    from worker.engines.vllm.text_form import continue_grammars
     from worker.receive.rank_agents.agent_server import belong_to_worker
 
     belong_to_worker()

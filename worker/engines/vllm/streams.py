@@ -17,7 +17,7 @@ from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
 from worker.engines.common.pieces import Piece, Top
 from worker.engines.common.spans import Label
 from worker.engines.vllm.processes import VllmProcess
-from worker.engines.vllm.structured_output import sampling_options
+from worker.engines.vllm.text_form import sampling_options
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 

@@ -10,7 +10,7 @@ from typing import Any
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.structured_output import FormKind
 
-log = logging.getLogger("worker.engines.sglang.structured_output")
+log = logging.getLogger("worker.engines.sglang.text_form")
 
 CONTINUED = "rl_plane_continued"
 """The name, in a request's `custom_params`, of the number of tokens at the end of the prompt that are of the text."""
