@@ -54,9 +54,9 @@ class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
     format: dict[str, Any] | None = None
-    """Of a structural tag."""
+    """A structural tag has it."""
     structures: list[dict[str, Any]] | None = None
-    """Of a structural tag in its older form, with `triggers`."""
+    """A structural tag in its older form has it, and `triggers`."""
     triggers: list[str] | None = None
 
     def form(self, field: str) -> Iterator[Found]:

@@ -25,7 +25,7 @@ PRODUCT = ("rl_plane/", "worker/", "frontend/")
 
 ROLES = {
     "__init__", "__main__", "adapter", "args", "base", "config", "cpu_build", "fleet", "holder", "kept_kv", "logits",
-    "main", "plugin", "processes", "receiver", "scorer", "seeds", "sender", "streams", "wire",
+    "main", "plugin", "processes", "receiver", "scorer", "seeds", "sender", "streams", "text_form", "wire",
 }  # fmt: skip
 """A transport, an engine and a dialect are a folder each, whose files have these names: the folder tells them apart."""
 
