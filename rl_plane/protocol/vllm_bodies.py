@@ -25,6 +25,8 @@ ANOTHER_WAY = (
     "form a torch group (init_info.backend gloo or nccl), name a directory (weight_dir), or publish with "
     "rl_plane.publish"
 )
+OWN_NCCL = "nccl"
+"""The backend of a group that the trainer forms by vLLM's own NCCL engine."""
 
 P = TypeVar("P", bound="VllmInfo")
 
@@ -39,7 +41,8 @@ class InitInfo(VllmInfo):
     """`init_info` of a trainer that broadcasts"""
 
     backend: str | None = None
-    """`gloo` or `nccl`: the trainer's ranks form a torch process group with the fleet's. None: vLLM's own NCCL."""
+    """`gloo` or `nccl`: the trainer's ranks form a torch process group with the fleet's. None: the trainer forms the
+    group by vLLM's own NCCL engine."""
     group_name: str | None = Field(None, min_length=1, max_length=200)
     """The trainer's name for the group, by which the ranks find each other. None: `vllm`, or `prime-rl` for
     prime-rl."""
@@ -88,9 +91,8 @@ class Transfer:
     @classmethod
     def of(cls, info: InitInfo, group: str, timeout_s: float = PART_TIMEOUT_S) -> Transfer:
         """Builds it from `init_info`. `group`, `timeout_s`: the values that the trainer has not given."""
-        assert info.backend is not None
         return cls(
-            info.backend,
+            info.backend or OWN_NCCL,
             info.group_name or group,
             info.packed,
             info.packed_buffer_size_bytes,
@@ -110,20 +112,20 @@ def parse_part(model: type[P], given: Mapping[str, Any], part: str) -> P:
     return parsed
 
 
-def check_init(info: InitInfo, devices: Mapping[str, str]) -> None:
-    """Refuses a group that the fleet's receivers can't join, because its trainer would wait forever. `devices`: worker
-    → its device."""
+def check_init(info: InitInfo, workers: Iterable[Mapping[str, Any]]) -> None:
+    """Refuses a group that the fleet's receivers can't join, because its trainer would wait forever. `workers`: their
+    rows of `describe`."""
     if info.nccl_unique_id_b64 is not None:
         raise _unsupported("a group by nccl_unique_id_b64 is not supported here", "init_info.nccl_unique_id_b64")
     if info.backend is None:
-        on_cpu = sorted(key for key, device in devices.items() if device == "cpu")
-        why = (
-            f"{len(on_cpu)} of {len(devices)} workers have no GPU ({', '.join(on_cpu[:3])})"
-            if on_cpu
-            else "the fleet's receivers form groups of torch.distributed, not of vLLM's PyNccl"
-        )
-        raise _unsupported(f"vLLM's own NCCL transfer can't reach this fleet: {why}", "init_info.backend")
-    if info.backend not in TORCH_BACKENDS:
+        lacking = sorted(str(row["instance_id"]) for row in workers if OWN_NCCL not in row["transports"])
+        if lacking:
+            raise _unsupported(
+                f"vLLM's own NCCL transfer can't reach {len(lacking)} workers, which have no NCCL or no GPU: "
+                f"{', '.join(lacking[:3])}",
+                "init_info.backend",
+            )
+    elif info.backend not in TORCH_BACKENDS:
         raise _unsupported(f"the backend {info.backend[:64]!r} is not supported here", "init_info.backend")
     for name in ("master_address", "master_port"):
         if getattr(info, name) is None:
@@ -137,6 +139,7 @@ def init_body(info: InitInfo, transfer: Transfer) -> dict[str, Any]:
     return {
         "backend": transfer.backend,
         "form": "torch",
+        "rendezvous": "vllm" if info.backend is None else "torch",
         "group": transfer.group,
         "master_address": info.master_address,
         "master_port": info.master_port,

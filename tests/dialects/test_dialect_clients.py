@@ -26,6 +26,7 @@ from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
 from tests.support.broadcast_updates import NUMBERS, free_port
 from tests.support.dialect_facade import HEAL_S, PROMPT, TOKENS, facade, fine, proven, witnessed
 from tests.support.hf_fleet import chain
+from tests.support.nccl_over_gloo import WORKER_PATCH
 from tests.support.vllm_trainer import VllmTrainer
 from worker.testing.tiny_adapter import make_witness_adapter
 from worker.testing.tiny_model import make_witness_model
@@ -53,9 +54,9 @@ def witness(plane: Plane, seed: int) -> Path:
     return make_witness_model(plane.tmp / "weights" / f"witness{seed}", seed)
 
 
-async def fleet(plane: Plane, count: int, dtype: str = "float32") -> list[str]:
+async def fleet(plane: Plane, count: int, dtype: str = "float32", patch: str = "") -> list[str]:
     model = make_witness_model(plane.tmp / "weights" / f"served in {dtype}", 1, dtype)
-    started = [plane.spawn(ready=False, engine="hf", model=model) for _ in range(count)]
+    started = [plane.spawn(ready=False, engine="hf", model=model, patch=patch) for _ in range(count)]
     return [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in started]
 
 
@@ -73,6 +74,18 @@ async def form(plane: Plane, trainer: CommandedProcess, ranks: int, *, packed: b
     await trainer.do("init", told)
 
 
+async def form_by_nccl(plane: Plane, trainer: CommandedProcess, ranks: int, *, packed: bool) -> None:
+    """vLLM's own NCCL engine forms its group, over a stand-in for NCCL."""
+    told = {
+        "directory": str(witness(plane, 1)),
+        "master_port": free_port(),
+        "world_size": ranks + 1,
+        "packed": packed,
+        "packed_buffer_size_bytes": PACKED_BYTES,
+    }
+    await trainer.do("init_nccl", told)
+
+
 async def learn(plane: Plane, trainer: CommandedProcess, seed: int) -> None:
     await trainer.do("load", str(witness(plane, seed)))
 
@@ -81,6 +94,27 @@ def client_of(plane: Plane, kind: str, http: httpx.AsyncClient) -> dict[str, Any
     if kind == "nats":
         return {"kind": kind, "url": plane.url, "namespace": plane.namespace, "component": plane.component}
     return {"kind": kind, "url": str(http.base_url).rstrip("/")}
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("vllm", False), ("trl", True), ("nats", True)])
+async def test_vllms_own_nccl_engine_drives_a_fleet(
+    plane: Plane, trainer: CommandedProcess, kind: str, packed: bool
+) -> None:
+    """The trainer's engine, its rendezvous and its pickled id are vLLM's own; NCCL is a stand-in over gloo."""
+    ids = await fleet(plane, 2, patch=WORKER_PATCH)
+    async with facade(plane) as http:
+        await trainer.do("client", client_of(plane, kind, http))
+        await form_by_nccl(plane, trainer, 2, packed=packed)
+        for step in (2, 3):
+            await learn(plane, trainer, step)
+            await trainer.do("send")
+            await proven(http, ids, step, str(step - 1))
+        await form_by_nccl(plane, trainer, 2, packed=not packed)  # another trainer takes over
+        await learn(plane, trainer, 2)
+        await trainer.do("send")
+        await proven(http, ids, 2, "3")
+        if kind == "trl":
+            assert (await trainer.do("call", ["get_server_info"]))["weight_transfer_config"] == {"backend": "nccl"}
 
 
 @pytest.mark.parametrize("kind", ["vllm", "trl", "nats"])

@@ -39,6 +39,8 @@ RUN_ELSEWHERE = {
     "make test-fast": "it is a part of make test",
     "make setup": "make test begins with it",
     "make engines": "make test begins with it",
+    "make test-docs": "these tests are that run",
+    "make test-bench": "its tests are marked `bench`",
     ".venv/bin/pip install ./examples/echo_engine": "tests/engines/test_third_party_engine.py installs it",
     ".venv/bin/rl-plane worker --engine echo --model /tmp/echo-model": (
         "tests/engines/test_third_party_engine.py runs it"
@@ -56,6 +58,7 @@ ENGINES_OF = {
     "test_hf_generation": {"hf"},
     "test_hf_updates": {"hf"},
     "test_mixed_fleet": {"hf", "sglang", "vllm"},
+    "test_structured_output": {"sglang", "vllm"},
     "test_two_ranks": {"sglang", "vllm"},
 }
 """Test module → the engines that its tests run."""

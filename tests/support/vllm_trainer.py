@@ -1,5 +1,6 @@
 """A trainer in a process of its own that drives a fleet by vLLM's public trainer factory and an unchanged client:
-vLLM's own, TRL's, or ours by NATS. Its engine broadcasts over gloo, since vLLM's need GPUs.
+vLLM's own, TRL's, or ours by NATS. Its engine broadcasts over gloo, since vLLM's need GPUs; or it is vLLM's own engine
+for NCCL, over a stand-in for NCCL.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tests.support.broadcast_trainer import HOST, form_group
 from tests.support.commanded_process import CommandedProcess, serve
+from tests.support.nccl_over_gloo import put_into_trainer
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -171,6 +173,17 @@ class _Served:
 
         self._model = AutoModelForCausalLM.from_pretrained(argument.pop("directory"), dtype="auto")
         info = self._info(rank=0, **argument)
+        self._engine = self._factory.trainer_init(info, client=self._client, source=ModuleSource(self._model))
+
+    def init_nccl(self, argument: dict[str, Any]) -> None:
+        """vLLM's own engine, over a stand-in for NCCL."""
+        from transformers import AutoModelForCausalLM
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        put_into_trainer()
+        self._model = AutoModelForCausalLM.from_pretrained(argument.pop("directory"), dtype="auto")
+        info = NCCLTrainerInitInfo(rank=0, master_address=HOST, **argument)
         self._engine = self._factory.trainer_init(info, client=self._client, source=ModuleSource(self._model))
 
     def load(self, directory: str) -> None:

@@ -75,7 +75,7 @@ class Transactions:
             report(where, f"init_info.{name}")
         info = parse_part(InitInfo, given, "init_info")
         rows = engine_replies(await self._context.calls.run("describe", {}))
-        check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
+        check_init(info, rows)
         check_world(info.world_size, info.rank_offset, await world_size(self._context))
         await self._leave()
         self.transfer = None

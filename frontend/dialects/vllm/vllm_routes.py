@@ -166,7 +166,7 @@ async def _config(context: DialectContext) -> dict[str, Any]:
             "pipeline_parallel_size": 1,
             "data_parallel_size": 1,
         },
-        "weight_transfer_config": {"backend": "gloo"} if "gloo" in shared else None,
+        "weight_transfer_config": next(({"backend": one} for one in ("nccl", "gloo") if one in shared), None),
         "lora_config": _lora_config(rows),
     }
 

@@ -77,7 +77,7 @@ class FleetWeightSyncClient:
         self._report_unknown("init_info", InitInfo, init_info)
         info = parse_part(InitInfo, init_info, "init_info")
         rows = engine_replies(self._fleet.run("describe", {}))
-        check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
+        check_init(info, rows)
         self._drop()
         self._transfer = None
         transfer = Transfer.of(info, GROUP, self._part_timeout_s)

@@ -43,6 +43,8 @@ class Place:
     """`torch`: the trainer has made the group by `init_process_group("tcp://…", group_name=…)`."""
     fleet_ranks: int | None = None
     """For the form `torch`: how many ranks of the group belong to the fleet."""
+    rendezvous: Literal["torch", "vllm"] = "torch"
+    """For the form `torch`, with nccl: the way in which the ranks find each other. `vllm`: see `vllm_rendezvous`."""
 
     @classmethod
     def of_worker(cls, config: Mapping[str, Any], backend: str, devices: Sequence[str | None]) -> list[Place]:
@@ -62,6 +64,12 @@ class Place:
                     field="lifeline_port",
                     fix="leave out lifeline_port or form",
                 )
+        if given.rendezvous == "vllm" and (given.form != "torch" or backend != "nccl"):
+            raise InvalidRequest(
+                f"vLLM's rendezvous forms a group of nccl and of form torch, not of {backend} and {given.form}",
+                field="rendezvous",
+                fix="leave it out, or send backend nccl and form torch",
+            )
         if given.lifeline_port is not None and not given.secret:
             raise InvalidRequest(
                 "a group with lifelines needs a secret",
@@ -102,3 +110,4 @@ class _GroupConfig(Body):
     secret: str = Field(default="", max_length=MAX_NAME_CHARS, pattern=PRINTABLE)
     form: Literal["plane", "torch"] = "plane"
     fleet_ranks: int | None = Field(default=None, ge=1)
+    rendezvous: Literal["torch", "vllm"] = "torch"

@@ -11,9 +11,10 @@ one of these:
 
 For shares `init_transport` has `shares: [{group, master_address, …}, …]`: a group for each rank of the trainer that
 owns tensors. Parts need a group that the trainer has formed itself, with `init_transport {backend, form: "torch",
-group, master_address, master_port, timeout_s?}`; there may be several (see `streamed_delivery.py`; for the store see
-`Group.put`). In such a group a worker takes one rank for each rank of its engine. The first one receives, and the bytes
-of the others are dropped. A receive that fails drops the group, since what was posted to it can't be taken back.
+rendezvous?, group, master_address, master_port, timeout_s?}`; there may be several (see `streamed_delivery.py`; for the
+store see `Group.put`). With `rendezvous: "vllm"` the trainer has formed it as vLLM's own NCCL engine does. In such a
+group a worker takes one rank for each rank of its engine. The first one receives, and the bytes of the others are
+dropped. A receive that fails drops the group, since what was posted to it can't be taken back.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavaila
 from rl_plane.protocol.versions import DigestAlgorithm
 from rl_plane.transports.group.peer_liveness import PeerLiveness, connected
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
+from rl_plane.transports.group.vllm_rendezvous import store_with_id
 from rl_plane.weights.read_ahead import host_memory
 
 if TYPE_CHECKING:
@@ -195,11 +196,15 @@ class Group:
         trainer's own group the ranks may connect in the first broadcast: then nccl waits for rank 0 by the store's
         time-out, which is set to the update's.
         """
-        if place.form == "torch":
+        if place.form == "torch" and place.rendezvous == "torch":
             self._store.set_timeout(timedelta(seconds=place.timeout_s))
-        else:
-            self._torch_group.eager_connect_single_device(self._device)
-            self._connected = True
+            return
+        self._torch_group.eager_connect_single_device(self._device)
+        self._connected = True
+        if place.rendezvous == "vllm":  # its communicator does this once when it is made
+            torch = import_torch()
+            one = torch.zeros(1, device=self._device)
+            self._torch_group.allreduce([one], torch.distributed.AllreduceOptions()).wait()
 
     # ---- long data that is no tensor ----
 
@@ -563,6 +568,8 @@ def connect_store(place: Place, timeout_s: float) -> Any:
     """Connects to the trainer's store, within the prefix of the group."""
     dist = import_torch().distributed
     address = (place.master_address, place.master_port)
+    if place.rendezvous == "vllm":
+        return store_with_id(dist, address, place.world_size, timeout_s)
     if place.form == "torch":
         # Built as in torch's rendezvous and `_new_process_group_helper`, which wait for all ranks and add two prefixes.
         store = dist.TCPStore(*address, place.world_size, False, timedelta(seconds=timeout_s))
