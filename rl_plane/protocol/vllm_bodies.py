@@ -118,11 +118,12 @@ def check_init(info: InitInfo, workers: Iterable[Mapping[str, Any]]) -> None:
     if info.nccl_unique_id_b64 is not None:
         raise _unsupported("a group by nccl_unique_id_b64 is not supported here", "init_info.nccl_unique_id_b64")
     if info.backend is None:
-        lacking = sorted(str(row["instance_id"]) for row in workers if OWN_NCCL not in row["transports"])
+        rows = list(workers)
+        lacking = sorted(str(row["instance_id"]) for row in rows if OWN_NCCL not in row["transports"])
         if lacking:
             raise _unsupported(
-                f"vLLM's own NCCL transfer can't reach {len(lacking)} workers, which have no NCCL or no GPU: "
-                f"{', '.join(lacking[:3])}",
+                f"vLLM's own NCCL transfer can't reach this fleet: {len(lacking)} of {len(rows)} workers have no GPU or "
+                f"no NCCL ({', '.join(lacking[:3])})",
                 "init_info.backend",
             )
     elif info.backend not in TORCH_BACKENDS:

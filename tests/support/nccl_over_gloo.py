@@ -90,7 +90,7 @@ def put_into_worker() -> None:
     """Replaces NCCL for the transport `nccl` of a worker in this process, whose GPU is the host."""
     from rl_plane.transports.group import receiver, torch_group
 
-    receiver.gpu = lambda device: "cpu"
+    vars(receiver)["gpu"] = lambda device: "cpu"
     torch_group.make_torch_group = lambda place, store, timeout_s: _NcclOverGloo(place, store)
 
 
