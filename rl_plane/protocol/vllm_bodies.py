@@ -122,8 +122,8 @@ def check_init(info: InitInfo, workers: Iterable[Mapping[str, Any]]) -> None:
         lacking = sorted(str(row["instance_id"]) for row in rows if OWN_NCCL not in row["transports"])
         if lacking:
             raise _unsupported(
-                f"vLLM's own NCCL transfer can't reach this fleet: {len(lacking)} of {len(rows)} workers have no GPU or "
-                f"no NCCL ({', '.join(lacking[:3])})",
+                f"vLLM's own NCCL transfer can't reach this fleet: {len(lacking)} of {len(rows)} workers have no GPU "
+                f"or no NCCL ({', '.join(lacking[:3])})",
                 "init_info.backend",
             )
     elif info.backend not in TORCH_BACKENDS:
