@@ -326,7 +326,7 @@ async def test_a_choice_outlives_the_workers_and_the_weights_that_made_it(
         await stream.until(lambda stream: len(stream.tokens) >= 20)
         workers["vllm"].kill()
         await client.run("update_weights", update)
-        for engine, doomed in (("sglang", "sglang::detokenizer"), ("hf", None)):
+        for engine, doomed in (("sglang", "sglang::scheduler"), ("hf", None)):
             await client.run("enable", {"workers": [mixed.ids[engine]]})
             await stream.until(lambda stream, engine=engine: stream.last["instance_id"] == mixed.ids[engine])  # type: ignore[misc]
             if doomed is not None:

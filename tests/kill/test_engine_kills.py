@@ -20,7 +20,7 @@ if sys.platform != "linux":
 
 CHILDREN: dict[Engine, tuple[str, ...]] = {
     "vllm": ("EngineCore", "Worker", "host"),
-    "sglang": ("scheduler", "detokenizer", "host"),
+    "sglang": ("scheduler", "host"),
 }
 """The processes that neither engine can run without."""
 POINTS = (

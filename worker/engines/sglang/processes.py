@@ -164,6 +164,11 @@ class SglangProcess(EngineProcess):
                 self._manager = made[0]  # also when the rest fails
                 return made
 
+            @classmethod
+            def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+                """Launches none: without a tokenizer the scheduler sends its tokens to this process."""
+                return [], []
+
             def shutdown(self) -> None:
                 """SGLang calls it at the end of the process, and ends every child. Our `end` has done that already."""
 
