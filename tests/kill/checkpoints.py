@@ -49,8 +49,8 @@ class Models(Protocol):
 
 
 class FakeModels:
-    workers = (("--engine", "fake", "--engine-arg", "token_delay_s=0.01"),) * 3
-    pause_s = 0.03
+    workers = (("--engine", "fake", "--engine-arg", "token_delay_s=0.02"),) * 3
+    pause_s = 0.05
 
     def __init__(self, root: Path) -> None:
         self._root = root
