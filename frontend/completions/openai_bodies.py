@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from frontend.completions.forced_tools import REQUIRED, ChosenTool, forced_form
 from frontend.completions.messages import STRICT, TemplateBody
 from frontend.completions.structured_fields import (
     Found,
@@ -201,12 +202,23 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody, TemplateBody):
     """POST /v1/chat/completions. With `prompt_token_ids`, the fields of the template are checked and have no effect."""
 
-    tool_choice: Literal["auto", "none"] | None = None
-    """none: the template gets no tools. Calls stand in the text as the model wrote them."""
+    tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
+    """none: the template gets no tools. auto: calls stand in the text as the model wrote them. required, or a named
+    function: the text has the form of such calls, and the message has them as `tool_calls`."""
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """With `logprobs`: also the logprobs of this many of the likeliest tokens."""
+
+    @property
+    def forced(self) -> str:
+        """`required`, or the name of the function that must be called. Empty: no call is forced."""
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, ChosenTool) else choice if choice == REQUIRED else ""
+
+    def each_form(self) -> Iterator[Found]:
+        yield from super().each_form()
+        yield from forced_form(self.tool_choice, self.tools or ())
 
 
 _REFUSED_EXTRA_FIELDS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from frontend.completions.forced_tools import REQUIRED, calls_of
 from frontend.completions.plans import Plan
 from frontend.completions.reply_choice import Choice, spans_of
 from frontend.server.replies import error_body
@@ -194,8 +195,10 @@ def whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[s
 
 def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
     content: dict[str, Any] = {"text": choice.prompt_text + choice.text}
+    calls = _calls(plan, choice)
     if plan.chat:
-        content = {"message": {"role": "assistant", "content": choice.text}}
+        said = {"content": choice.text} if calls is None else {"content": "", "tool_calls": calls}
+        content = {"message": {"role": "assistant", **said}}
     logprobs = None
     if plan.logprobs:
         logprobs = _logprobs(plan.chat, choice, choice.offsets)
@@ -205,7 +208,7 @@ def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
         "index": choice.index,
         **content,
         "logprobs": logprobs,
-        "finish_reason": choice.finish_reason,
+        "finish_reason": _finish_reason(plan, choice, calls),
         "stop_reason": choice.stop_reason(plan),
         "weight_versions": spans_of(choice.labelled()),
         **choice.provenance(),
@@ -219,6 +222,18 @@ def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
     if plan.routed_experts:
         reply["routed_experts"] = as_npy(choice.routed_experts)
     return reply
+
+
+def _calls(plan: Plan, choice: Choice) -> list[dict[str, Any]] | None:
+    """The forced calls of a choice that has ended. None: no call was forced, or the text ends within one."""
+    if not plan.forced:
+        return None
+    return calls_of(choice.text, plan.forced, plan.requests[choice.index].id)
+
+
+def _finish_reason(plan: Plan, choice: Choice, calls: list[dict[str, Any]] | None) -> str | None:
+    """vLLM's: a named function that was called ends with `stop`, required calls end with `tool_calls`."""
+    return "tool_calls" if calls is not None and plan.forced == REQUIRED else choice.finish_reason
 
 
 class Chunks:
@@ -240,8 +255,10 @@ class Chunks:
         plan, first = self._plan, choice.index not in self._begun
         self._begun.add(choice.index)
         content: dict[str, Any] = {"text": (choice.prompt_text if first else "") + delta.text}
+        calls = _calls(plan, choice) if delta.finish_reason is not None else None
         if plan.chat:
-            content = {"delta": {**({"role": "assistant"} if first else {}), "content": delta.text}}
+            role = {"role": "assistant"} if first else {}
+            content = {"delta": {**role, **self._said(choice, delta, calls)}}
         logprobs = None
         if plan.logprobs:
             offsets = [offset + (0 if first else len(choice.prompt_text))] * len(delta.token_ids)
@@ -252,7 +269,7 @@ class Chunks:
             "index": choice.index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": delta.finish_reason and _finish_reason(plan, choice, calls),
             **choice.provenance(),
         }
         chunk: dict[str, Any] = {**self._head, "choices": [row]}
@@ -273,6 +290,14 @@ class Chunks:
                 row["routed_experts"] = as_npy(choice.routed_experts)
             chunk["nvext"] = _nvext(plan, [choice])
         return chunk
+
+    def _said(self, choice: Choice, delta: GenerateDelta, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """Forced calls come whole, in the last chunk. A text that ends within a call comes there as it is."""
+        if not self._plan.forced:
+            return {"content": delta.text}
+        if calls is not None:
+            return {"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}
+        return {"content": choice.text if delta.finish_reason is not None else ""}
 
     def usage(self) -> dict[str, Any]:
         return {**self._head, "choices": [], "usage": usage(self._plan, self._choices)}

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from frontend.completions.forced_tools import check_choice
 from frontend.completions.messages import refuse_in_messages, without_nulls_in_messages
 from frontend.completions.openai_bodies import (
     MAX_CHOICES,
@@ -21,7 +22,7 @@ from frontend.completions.openai_bodies import (
     tells_tokens,
 )
 from frontend.completions.structured_fields import only_form
-from frontend.completions.unserved_fields import unsupported, without_unserved
+from frontend.completions.unserved_fields import without_unserved
 from frontend.routing.demands import NO_DEMANDS, Demands, demands_of
 from frontend.routing.progress import check_can_continue
 from rl_plane.errors import InvalidRequest
@@ -71,6 +72,8 @@ class Plan:
     """The prompt stands before the new tokens, in the text and in the logprobs."""
     echoed_tops: int = 0
     """With `echo`: the number of likeliest tokens beside each token of the prompt in the logprobs."""
+    forced: str = ""
+    """The call that `tool_choice` forces: `required`, or the name of a function."""
     any_length: bool = False
     """The caller did not choose `max_tokens`, so fewer tokens will do where there is no room for so many."""
 
@@ -235,10 +238,7 @@ def _only_one(ids: list[int] | None, other: Any, field: str) -> Any:
 def plan_chat(body: dict[str, Any], request_id: str) -> Plan:
     body = without_nulls_in_messages(without_unserved(body, ChatBody))
     refuse_in_messages(body)
-    if body.get("tool_choice") == "required" or isinstance(body.get("tool_choice"), dict):
-        raise unsupported(
-            "tool_choice", "send auto, and read the calls in the text", "a tool_choice that forces calls"
-        )
+    check_choice(body.get("tool_choice"))
     parsed = parse_body(ChatBody, body)
     assert isinstance(parsed, ChatBody)
     messages, rendering = parsed.plain_messages(), parsed.rendering()
@@ -325,6 +325,7 @@ def _plan(
         scores_only=max_tokens == 0,
         echo=echo is not None,
         echoed_tops=(echo.logprobs or 0) if echo is not None else 0,
+        forced=body.forced if isinstance(body, ChatBody) else "",
         any_length=max_tokens is None,
     )
 

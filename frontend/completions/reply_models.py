@@ -51,7 +51,7 @@ class ReplyExtension(ReplyModel):
 class ReplyChoice(ReplyModel):
     index: int
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length", "abort", "tool_calls"] | None
     stop_reason: str | int | None
     weight_versions: list[VersionSpan]
     """The version of each range of tokens."""
@@ -70,6 +70,8 @@ class CompletionChoice(ReplyChoice):
 class ReplyMessage(ReplyModel):
     role: Literal["assistant"]
     content: str
+    tool_calls: list[dict[str, Any]] | None = None
+    """The calls that `tool_choice` has forced."""
 
 
 class ChatChoice(ReplyChoice):

@@ -397,9 +397,41 @@ async def test_a_text_has_its_form_by_every_route(mixed: Mixed, client: RlClient
         reply = await post(http, "/generate", **native)
         assert reply["meta_info"]["instance_id"] in able
         assert re.fullmatch("[x-z]+!?", reply["text"]), reply["text"]
+    await _forced_calls(http, mixed)
     alone = {"nvext": {"instance_id": mixed.ids["hf"]}, "regex": "a"}
     error = error_of(await http.post("/v1/completions", json={**ids, **alone}), 501)
     assert (error["field"], bool(error["fix"])) == ("regex", True)
+
+
+async def _forced_calls(http: httpx.AsyncClient, mixed: Mixed) -> None:
+    """OpenAI's client gets the calls that its `tool_choice` forces, whole and streamed."""
+    tokenizer = load_tokenizer(mixed.first)
+    blank = {str(token): -100 for token in range(VOCAB_SIZE) if tokenizer.decode([token]).isspace()}
+    place = {"type": "object", "properties": {"place": {"enum": ["here"]}}, "required": ["place"]}
+    function = {"name": "look", "parameters": {**place, "additionalProperties": False}}
+    tools: list[Any] = [{"type": "function", "function": function}]
+    async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none") as caller:
+        for choice in ({"type": "function", "function": {"name": "look"}}, "required"):
+            asked: dict[str, Any] = {
+                "model": mixed.first.name,
+                "messages": [{"role": "user", "content": "hi"}],
+                "tools": tools,
+                "tool_choice": choice,
+                "max_tokens": 200,
+                "logit_bias": blank,
+            }
+            reply = await caller.chat.completions.create(**asked)
+            (made,) = reply.choices[0].message.tool_calls or ()
+            assert (made.function.name, json.loads(made.function.arguments)) == ("look", {"place": "here"})
+            assert reply.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
+            calls = [
+                call
+                async for chunk in await caller.chat.completions.create(**asked, stream=True)
+                for call in chunk.choices[0].delta.tool_calls or ()
+            ]
+            assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+                ("look", {"place": "here"})
+            ]
 
 
 async def test_a_text_keeps_its_form_when_it_goes_on_at_another_engine(

@@ -423,6 +423,14 @@ def test_a_wrong_completion_is_a_400_by_name(body: dict[str, Any], field: str) -
         ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools.0.function.name"),
         ({"tools": {"some": "thing"}}, "tools"),
         ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
+        (
+            {"tool_choice": "required", "tools": [{**TOOL, "function": {"name": "f", "parameters": [1]}}]},
+            "tools.0.function.parameters",
+        ),
+        ({"tool_choice": "required", "tools": [TOOL], "response_format": {"type": "json_object"}}, "tools"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
         ({"chat_template_kwargs": {"a": 1}, "chat_template_args": {"a": 1}}, "chat_template_args"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
@@ -463,8 +471,6 @@ def test_a_known_field_that_is_not_served_is_never_ignored(plan: Callable[..., P
         (chat, {"echo": True}, "echo"),
         (completion, {"best_of": True}, "best_of"),
         (completion, {"tools": [TOOL]}, "tools"),
-        (chat, {"tool_choice": "required"}, "tool_choice"),
-        (chat, {"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
         (chat, {"messages": [{"role": "a", "content": "", "refusal": "no"}]}, "messages.0.refusal"),
         (completion, {"top_logprobs": 5}, "top_logprobs"),
         (
