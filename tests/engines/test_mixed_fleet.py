@@ -421,7 +421,7 @@ async def _forced_calls(http: httpx.AsyncClient, mixed: Mixed) -> None:
                 "logit_bias": blank,
             }
             reply = await caller.chat.completions.create(**asked)
-            (made,) = reply.choices[0].message.tool_calls or ()
+            (made,) = reply.choices[0].message.tool_calls
             assert (made.function.name, json.loads(made.function.arguments)) == ("look", {"place": "here"})
             assert reply.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
             calls = [

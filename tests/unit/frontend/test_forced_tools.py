@@ -85,9 +85,11 @@ def test_calls_that_are_not_forced_give_no_form() -> None:
 )
 def test_calls_are_read_from_a_whole_text(text: str, forced: str, calls: list[tuple[str, str]] | None) -> None:
     found = calls_of(text, forced, "id")
-    made = found and [(one["function"]["name"], one["function"]["arguments"]) for one in found]
-    assert made == calls
-    assert found is None or [one["id"] for one in found] == [f"call-id-{number}" for number in range(len(found))]
+    if found is None:
+        assert calls is None
+        return
+    assert [(one["function"]["name"], one["function"]["arguments"]) for one in found] == calls
+    assert [one["id"] for one in found] == [f"call-id-{number}" for number in range(len(found))]
 
 
 def taken(plan: Plan, texts: list[str], end: FinishReason) -> tuple[Choice, list[dict[str, Any]]]:
