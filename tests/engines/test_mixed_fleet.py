@@ -417,21 +417,25 @@ async def _forced_calls(http: httpx.AsyncClient, mixed: Mixed) -> None:
                 "messages": [{"role": "user", "content": "hi"}],
                 "tools": tools,
                 "tool_choice": choice,
-                "max_tokens": 200,
+                "max_tokens": 1000,
                 "logit_bias": blank,
             }
             reply = await caller.chat.completions.create(**asked)
-            (made,) = reply.choices[0].message.tool_calls
-            assert (made.function.name, json.loads(made.function.arguments)) == ("look", {"place": "here"})
+            _check_calls(reply.choices[0].message.tool_calls, choice)
             assert reply.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
             calls = [
                 call
                 async for chunk in await caller.chat.completions.create(**asked, stream=True)
                 for call in chunk.choices[0].delta.tool_calls or ()
             ]
-            assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
-                ("look", {"place": "here"})
-            ]
+            _check_calls(calls, choice)
+
+
+def _check_calls(calls: Any, choice: Any) -> None:
+    """Each call is of the function, with arguments that fit. A function that is named is called once."""
+    assert len(calls) == 1 if isinstance(choice, dict) else calls
+    for call in calls:
+        assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"place": "here"})
 
 
 async def test_a_text_keeps_its_form_when_it_goes_on_at_another_engine(
