@@ -44,6 +44,8 @@ TAG = {
     "type": "structural_tag",
     "format": {"type": "sequence", "elements": [{"type": "const_string", "value": "<call>"}]},
 }
+AMBIGUOUS = 'root ::= a a a a a a a a\na ::= "" | [a-z] a a a a'
+"""The work for one token of its texts grows with each token."""
 TEXTS: dict[FormKind, tuple[str, str]] = {
     "json_schema": (json.dumps(PERSON), r'\{\s*"name":\s*"(Ada|Grace)",\s*"born".*\}'),
     "regex": (r"[a-f]{6}-[0-9]{4}", r"[a-f]{6}-[0-9]{4}"),
@@ -130,6 +132,11 @@ async def test_bad_forms_are_refused_and_leave_the_engine_as_it_was(engine: Offe
         with pytest.raises(InvalidRequest) as caught:
             await run(engine, formed(name, form, [5]))
         assert caught.value.facts["field"] == "structured_output", name
+    beside = Run(engine, ask(prompt_of(5, 9), max_tokens=300))
+    with pytest.raises(InvalidRequest, match="too many ways") as caught:
+        await run(engine, formed("grammar", AMBIGUOUS, [5], max_tokens=1000))
+    assert caught.value.facts["field"] == "structured_output"
+    assert (await beside.end()).finish == "length"
     for field, value in {"ignore_eos": True, "min_tokens": 3}.items():
         with pytest.raises(InvalidRequest) as caught:
             await run(engine, formed("regex", "a", [5], **{field: value}))

@@ -30,13 +30,15 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from worker.engines.sglang.logits import sample_with_raw_logprobs, tell, telling
-    from worker.engines.sglang.text_form import continue_grammar, with_grammars
+    from worker.engines.sglang.text_form import accept_in_time, continue_grammar, with_grammars
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _serve_rank, HookType.AROUND)
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _listen_there, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", sample_with_raw_logprobs, HookType.AROUND)
     grammars = "sglang.srt.constrained.grammar_manager.GrammarManager"
     HookRegistry.register(f"{grammars}.process_req_with_grammar", with_grammars, HookType.AROUND)
+    accept = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.accept_token"
+    HookRegistry.register(accept, accept_in_time, HookType.AROUND)
     HookRegistry.register(f"{grammars}._apply_request_reasoning_config", continue_grammar, HookType.AFTER)
     if json.loads(told)["device"] == "cpu":
         from worker.engines.sglang.patches.seeds import hand_over_seeds, sample_by_seed

@@ -17,6 +17,7 @@ from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts, width_of
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
+from worker.engines.common.form_bound import TOO_AMBIGUOUS, too_ambiguous
 from worker.engines.common.pieces import Piece, PieceQueue, Top
 from worker.engines.common.spans import Label
 from worker.engines.sglang.logits import NOTE
@@ -40,6 +41,8 @@ def _rank_in(tops: Top, token: int) -> int | None:
 
 
 def _ended_by_engine(why: str) -> PlaneError:
+    if TOO_AMBIGUOUS in why:
+        return too_ambiguous()
     if why.startswith(REFUSED):
         return InvalidRequest(
             f"SGLang refuses the form: {why}", field="structured_output", fix="give a form that SGLang takes"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.structured_output import FormKind
+from worker.engines.common.form_bound import TOKEN_S, TOO_AMBIGUOUS
 
 log = logging.getLogger("worker.engines.sglang.text_form")
 
@@ -57,6 +59,14 @@ def _make_backend(manager: Any) -> Any:
     )
 
 
+def accept_in_time(original: Callable[..., None], grammar: Any, token: int) -> None:
+    """Wraps the function by which a grammar takes a token. SGLang ends the request of a ValueError."""
+    began = time.thread_time()
+    original(grammar, token)
+    if time.thread_time() - began > TOKEN_S:
+        raise ValueError(TOO_AMBIGUOUS)
+
+
 def continue_grammar(result: None, manager: Any, request: Any) -> None:
     """Runs after SGLang has the grammar of a request. The grammar of a continued request begins after the tokens so
     far, which stand in its prompt."""
@@ -70,4 +80,5 @@ def continue_grammar(result: None, manager: Any, request: Any) -> None:
             request.grammar.accept_token(token)
     except ValueError as error:
         log.warning("a continued request does not have its form: %s", error)
-        request.set_finish_with_abort(f"{REFUSED}: the tokens so far do not have the form that the request gives")
+        why = TOO_AMBIGUOUS if str(error) == TOO_AMBIGUOUS else "the tokens so far do not have the form"
+        request.set_finish_with_abort(f"{REFUSED}: {why}")

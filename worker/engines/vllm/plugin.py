@@ -21,7 +21,7 @@ def register() -> None:
     from worker.engines.vllm.draining import drain_preempted
     from worker.engines.vllm.dtypes import watch_loads
     from worker.engines.vllm.kept_kv import salt_requests
-    from worker.engines.vllm.text_form import continue_grammars
+    from worker.engines.vllm.text_form import bound_grammars, continue_grammars
     from worker.receive.rank_agents.agent_server import belong_to_worker
 
     belong_to_worker()
@@ -29,6 +29,7 @@ def register() -> None:
     drain_preempted()
     salt_requests()
     continue_grammars()
+    bound_grammars()
     _score_between_steps()
     _report_load()
     _leave_no_nan_in_blocks()

@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl_plane.errors import EngineFailed, InvalidRequest
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
 from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
+from worker.engines.common.form_bound import TOO_AMBIGUOUS, too_ambiguous
 from worker.engines.common.pieces import Piece, Top
 from worker.engines.common.spans import Label
 from worker.engines.vllm.processes import VllmProcess
@@ -110,7 +111,7 @@ class Streams:
                     for part in piece.by_weights():
                         yield part
                 if finished and piece.finish_reason is None:
-                    raise EngineFailed(_failure(choice))
+                    raise _failure(choice)
         except Exception as error:
             raise self._process.translated(error) from error
         finally:
@@ -204,10 +205,12 @@ def _prompt_tops(steps: list[Any], prompt: list[int], count: int) -> PromptTops:
     )
 
 
-def _failure(choice: Any) -> str:
+def _failure(choice: Any) -> PlaneError:
     if choice.stop_reason == NOT_FINITE:
-        return NOT_FINITE
-    return f"vLLM ended the request: {choice.finish_reason}"
+        return EngineFailed(NOT_FINITE)
+    if choice.stop_reason == TOO_AMBIGUOUS:
+        return too_ambiguous()
+    return EngineFailed(f"vLLM ended the request: {choice.finish_reason}")
 
 
 def _routed(rows: Any) -> RoutedExperts | None:

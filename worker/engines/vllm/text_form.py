@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.structured_output import FormKind
+from worker.engines.common.form_bound import TOKEN_S, TOO_AMBIGUOUS
 
 CONTINUED = "rl_plane_continued"
 """The name, in a request's `extra_args`, of the number of tokens at the end of the prompt that are of the text."""
@@ -35,8 +37,29 @@ def continue_grammars() -> None:
     def create_continued(manager: Any, request: Any) -> Any:
         grammar = create(manager, request)
         count = (request.sampling_params.extra_args or {}).get(CONTINUED, 0)
-        if count and not grammar.accept_tokens(request.request_id, request.prompt_token_ids[-count:]):
-            raise ValueError("the tokens so far do not have the form that the request gives")
+        for token in request.prompt_token_ids[-count:] if count else ():
+            began = time.thread_time()
+            if not grammar.accept_tokens(request.request_id, [token]):
+                raise ValueError("the tokens so far do not have the form that the request gives")
+            if time.thread_time() - began > TOKEN_S:
+                raise ValueError(TOO_AMBIGUOUS)
         return grammar
 
     StructuredOutputManager._create_grammar = create_continued
+
+
+def bound_grammars() -> None:
+    """Ends a request whose form takes too long for one token. Call it in the process of vLLM's scheduler."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    accept = StructuredOutputManager.accept_tokens
+
+    def accept_bounded(manager: Any, request: Any, tokens: list[int]) -> bool:
+        began = time.thread_time()
+        accepted = bool(accept(manager, request, tokens))
+        if accepted and tokens and time.thread_time() - began > TOKEN_S * len(tokens):
+            request.stop_reason = TOO_AMBIGUOUS
+            return False
+        return accepted
+
+    StructuredOutputManager.accept_tokens = accept_bounded
