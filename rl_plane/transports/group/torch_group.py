@@ -119,10 +119,7 @@ class Group:
         """True once nccl's ranks are connected: see `_connect`."""
         self._lifelines = PeerLiveness.of_rank(place, join_timeout_s) if lifelines is None else lifelines
         try:
-            if lifelines is None or place.device is not None:
-                self._form_within(place, join_timeout_s)
-            else:
-                self._form(place, join_timeout_s)
+            self._form_within(place, join_timeout_s)
         except BaseException:
             if self._lifelines is not None:
                 self._lifelines.close()
@@ -476,6 +473,9 @@ def import_torch() -> Any:
     if "torch" not in sys.modules:
         _load_torch_library()
     try:
+        # In this order. A thread that has the import lock of `torch.distributed` and waits for that of `torch`, and one
+        # that imports `torch`, wait for each other. Python lets one go on half way, and torch ends the process.
+        import torch
         import torch.distributed
     except ImportError as error:
         raise Unsupported(

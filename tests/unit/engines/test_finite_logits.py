@@ -13,7 +13,14 @@ torch = pytest.importorskip("torch")
 
 from rl_plane.errors import EngineFailed  # noqa: E402
 from worker.engines.common.finite_logits import check_prompt, take_out  # noqa: E402
-from worker.engines.sglang.logits import NOTE, Observer, tell, telling  # noqa: E402
+from worker.engines.sglang.logits import (  # noqa: E402
+    NOTE,
+    Observer,
+    sample_with_raw_logprobs,
+    tell,
+    telling,
+)
+from worker.engines.vllm.logits import RawLogits  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -49,7 +56,8 @@ def test_what_sglang_sends_from_then_on_says_so() -> None:
     good, bad, unfinished = requests = [SimpleNamespace() for _ in range(3)]
     observer = Observer()
     logits = torch.tensor([[1.0, 2.0], [math.nan, 2.0], [math.nan, 2.0]])
-    made = observer.after_sample(observer.before_grammar(logits, None), torch.tensor([1, 0, 0]))
+    sampling = SimpleNamespace(grammar_mask=None, logit_bias=None)
+    made = observer.after_sample(observer.before_grammar(logits, sampling), torch.tensor([1, 0, 0]))
     made = observer.from_pp_tensors(made.to_pp_tensors()).copy_to_host(lambda rows: rows.clone())
     sender = telling(object, None)()
     assert sender.build_additional_customized_info(requests) == {}
@@ -63,3 +71,31 @@ def test_what_sglang_sends_from_then_on_says_so() -> None:
     assert passed == [("manager", meta, "state", {"more": [[1]] * 3}, at, None) for at, meta in enumerate(metas)]
     assert sender.build_additional_customized_info([good, unfinished]) == {}
     assert sender.build_additional_customized_info([bad]) == {NOTE: [True]}
+
+
+@pytest.mark.parametrize("limit", ["grammar_mask", "logit_bias"])
+def test_sglangs_logprobs_are_of_the_logits_before_grammars_and_biases(limit: str) -> None:
+    def sampled(*given: Any, **named: Any) -> Any:
+        return named.get("logprob_logits")
+
+    sampling = SimpleNamespace(grammar_mask=None, logit_bias=None)
+    setattr(sampling, limit, "some")
+    logits = torch.tensor([[1.0, 2.0], [math.nan, 2.0]])
+    Observer().before_grammar(logits, sampling)
+    logits[:, 0] = -math.inf
+    raw = sample_with_raw_logprobs(sampled, "sampler", "output", sampling, True)
+    assert raw.tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    assert sample_with_raw_logprobs(sampled, "sampler", "output", sampling, True) is None, "of one step only"
+
+
+def test_vllms_logprobs_and_counts_are_of_the_logits_before_grammars() -> None:
+    raw = RawLogits()
+    logits = torch.tensor([[1.0, 2.0], [math.nan, 2.0]])
+    raw.keep(logits)
+    logits[:] = -math.inf
+    assert raw.count(logits).tolist() == [0, 1]
+    assert raw.of(logits).tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    later = torch.tensor([[3.0, 4.0], [math.inf, 0.0]])
+    assert raw.of(later) is later
+    assert raw.count(later).tolist() == [0, 1]
+    assert raw.of(logits) is logits, "of one step only"

@@ -12,12 +12,32 @@ import pytest
 from rl_plane.transports.group.torch_group import TORCH_LIBRARY
 from tests.support.started_command import READY_S
 
+AT_ONCE = """
+import sys, threading, time
+from rl_plane.transports.group.torch_group import import_torch
+threading.Thread(target=__import__, args=("torch",)).start()
+while "torch" not in sys.modules:
+    time.sleep(0.001)
+import_torch()
+"""
 CODE = """
 import threading
 from rl_plane.transports.group.torch_group import import_torch
 threading.Thread(target=import_torch).start()
 print(input(), flush=True)
 """
+
+
+async def test_two_threads_may_import_it_at_once() -> None:
+    """A worker imports nixl, which imports torch, while its trainer forms a group."""
+    pytest.importorskip("torch")
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", AT_ONCE)
+    try:
+        assert await asyncio.wait_for(process.wait(), READY_S) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no named pipes")

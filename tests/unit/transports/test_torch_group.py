@@ -229,6 +229,16 @@ def test_a_trainer_does_not_wait_for_ranks_that_have_died_while_they_connect(sto
     dying.join(BOUND_S)
 
 
+def test_a_trainer_does_not_wait_for_ranks_that_have_died_on_their_way_into_gloo(store: Any) -> None:
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
+    line = socket.create_connection(("127.0.0.1", trainer.port))
+    line.sendall(hello(trainer.secret, "g", 1))
+    line.close()
+    place = replace(PLACE, master_port=store.port, rank=0)
+    with pytest.raises(Unavailable, match="rank 1 is gone"):
+        Group(place, BOUND_S, trainer)
+
+
 def test_a_trainers_own_group_waits_for_its_first_broadcast_as_long_as_for_any(
     store: Any, nccl: type[Nccl]
 ) -> None:
