@@ -16,7 +16,7 @@ STUB := deploy/torchvision-stub
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 LOCKED := $(PIP) --no-build-isolation --require-hashes
 
-.PHONY: setup engines demo test test-fast test-docs test-bench lint lock audit fuzz fuzz-http fuzz-nats sim mutants soak bench docs clean
+.PHONY: setup engines demo test test-fast test-docs test-bench test-kills lint lock audit fuzz fuzz-http fuzz-nats sim mutants soak bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -49,12 +49,16 @@ BESIDE := $(PYTEST) --dist loadfile --no-loadscope-reorder
 
 test: engines lint
 	$(BESIDE) -n 4 -m 'not engines and (not slow or parallel)'
-	$(BESIDE) -n 2 -m '(engines or (slow and not parallel)) and not (alone or bench or docs)'
-	$(PYTEST) -m alone
+	$(BESIDE) -n 2 -m '(engines or (slow and not parallel)) and not (alone or bench or docs or kills)'
+	$(PYTEST) -m 'alone and not kills'
 
 # The commands of each page of docs/. `make test` runs those of the README alone: the pages take a quarter of an hour.
 test-docs: engines
 	$(BESIDE) -n 2 -m docs
+
+# Kills the processes of vLLM and SGLang, on one host and on two, at each phase of an update: a quarter of an hour.
+test-kills: engines
+	$(PYTEST) -m kills
 
 # Whether the benchmarks still run, one at a time: beside others they take several times as long.
 test-bench: engines

@@ -40,6 +40,7 @@ RUN_ELSEWHERE = {
     "make setup": "make test begins with it",
     "make engines": "make test begins with it",
     "make test-docs": "these tests are that run",
+    "make test-kills": "its tests are marked `kills`",
     "make test-bench": "its tests are marked `bench`",
     ".venv/bin/pip install ./examples/echo_engine": "tests/engines/test_third_party_engine.py installs it",
     ".venv/bin/rl-plane worker --engine echo --model /tmp/echo-model": (

@@ -46,6 +46,7 @@ CASES = [
 pytestmark = [
     pytest.mark.engines(*CHILDREN),
     pytest.mark.alone,
+    pytest.mark.kills,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(900),
 ]
