@@ -56,7 +56,7 @@ test: engines lint
 test-docs: engines
 	$(BESIDE) -n 2 -m docs
 
-# Kills the processes of vLLM and SGLang, on one host and on two, at each phase of an update: a quarter of an hour.
+# Kills the processes of vLLM and SGLang at each phase of an update, and when a worker heals: ten minutes.
 test-kills: engines
 	$(PYTEST) -m kills
 

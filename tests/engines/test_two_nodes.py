@@ -44,7 +44,7 @@ from worker.testing.tiny_model import make_witness_model
 
 __all__ = ["client", "http"]
 
-pytestmark = [pytest.mark.alone, pytest.mark.kills, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
 PARTS: dict[str, dict[str, Any]] = {"vllm": {"tensor_parallel_size": 2}, "sglang": {"tp_size": 2}}
 RANK = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}
