@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -19,7 +19,7 @@ from frontend.completions.structured_fields import Found
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.validation import invalid_from_pydantic
 
-REQUIRED = "required"
+REQUIRED: Literal["required"] = "required"
 ANY_PARAMETERS: dict[str, Any] = {"type": "object"}
 _WORDS: TypeAdapter[str | None] = TypeAdapter(Literal["auto", "none", "required"] | None)
 DEFINITIONS = "$defs"
@@ -41,6 +41,10 @@ class ChosenTool(BaseModel):
     function: ChosenFunction
 
 
+Forced = Literal["required"] | ChosenTool
+"""A `tool_choice` that forces calls."""
+
+
 def check_choice(value: Any) -> None:
     """Raises InvalidRequest for a `tool_choice` of a body that is none. It is apart from the body, because pydantic
     names the parts of a union in the field of its error."""
@@ -53,13 +57,10 @@ def check_choice(value: Any) -> None:
         raise invalid_from_pydantic(error, "tool_choice") from error
 
 
-def forced_form(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Iterator[Found]:
-    """The form of a text that makes the calls which a `tool_choice` forces. Raises InvalidRequest if there is no such
-    tool."""
-    if choice != REQUIRED and not isinstance(choice, ChosenTool):
-        return
+def forced_form(forced: Forced, tools: Sequence[Mapping[str, Any]]) -> Found:
+    """The form of a text that makes the forced calls. Raises InvalidRequest if there is no such tool."""
     parameters = {tool["function"]["name"]: _parameters(number, tool) for number, tool in enumerate(tools)}
-    name = choice.function.name if isinstance(choice, ChosenTool) else None
+    name = None if forced == REQUIRED else forced.function.name
     if not parameters or (name is not None and name not in parameters):
         wanted = "a function" if name is None else f"the function {name[:64]!r}"
         raise InvalidRequest(
@@ -68,7 +69,7 @@ def forced_form(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Iterator[Fou
             fix="add the function to tools, or send auto",
         )
     schema = _any_of(parameters) if name is None else parameters[name]
-    yield "tools", "json_schema", json.dumps(schema, ensure_ascii=False)
+    return "tools", "json_schema", json.dumps(schema, ensure_ascii=False)
 
 
 def _parameters(number: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -108,17 +109,20 @@ def _any_of(parameters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {**found, DEFINITIONS: definitions} if definitions else found
 
 
-def calls_of(text: str, forced: str, reply_id: str) -> list[dict[str, Any]] | None:
+def calls_of(text: str, forced: Forced, reply_id: str) -> list[dict[str, Any]] | None:
     """The calls of a whole text. None: the text has ended before they were complete.
 
     Args:
         text: the text of a choice.
-        forced: `required`, or the name of the function that was forced.
+        forced: what the caller's `tool_choice` was.
         reply_id: an id of the choice, for the ids of its calls.
     """
     try:
         value = json.loads(text)
-        made = [(one["name"], one["parameters"]) for one in value] if forced == REQUIRED else [(forced, value)]
+        if forced == REQUIRED:
+            made = [(one["name"], one["parameters"]) for one in value]
+        else:
+            made = [(forced.function.name, value)]
     except (ValueError, TypeError, KeyError):
         return None
     return [

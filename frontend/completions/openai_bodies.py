@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from frontend.completions.forced_tools import REQUIRED, ChosenTool, forced_form
+from frontend.completions.forced_tools import REQUIRED, ChosenTool, Forced, forced_form
 from frontend.completions.messages import STRICT, TemplateBody
 from frontend.completions.structured_fields import (
     Found,
@@ -211,14 +211,15 @@ class ChatBody(GenerationBody, TemplateBody):
     """With `logprobs`: also the logprobs of this many of the likeliest tokens."""
 
     @property
-    def forced(self) -> str:
-        """`required`, or the name of the function that must be called. Empty: no call is forced."""
+    def forced(self) -> Forced | None:
+        """The `tool_choice`, if it forces calls."""
         choice = self.tool_choice
-        return choice.function.name if isinstance(choice, ChosenTool) else choice if choice == REQUIRED else ""
+        return choice if isinstance(choice, ChosenTool) or choice == REQUIRED else None
 
     def each_form(self) -> Iterator[Found]:
         yield from super().each_form()
-        yield from forced_form(self.tool_choice, self.tools or ())
+        if self.forced is not None:
+            yield forced_form(self.forced, self.tools or ())
 
 
 _REFUSED_EXTRA_FIELDS = {

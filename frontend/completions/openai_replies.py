@@ -226,7 +226,7 @@ def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
 
 def _calls(plan: Plan, choice: Choice) -> list[dict[str, Any]] | None:
     """The forced calls of a choice that has ended. None: no call was forced, or the text ends within one."""
-    if not plan.forced:
+    if plan.forced is None:
         return None
     return calls_of(choice.text, plan.forced, plan.requests[choice.index].id)
 
@@ -293,7 +293,7 @@ class Chunks:
 
     def _said(self, choice: Choice, delta: GenerateDelta, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
         """Forced calls come whole, in the last chunk. A text that ends within a call comes there as it is."""
-        if not self._plan.forced:
+        if self._plan.forced is None:
             return {"content": delta.text}
         if calls is not None:
             return {"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}

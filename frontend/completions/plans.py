@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from frontend.completions.forced_tools import check_choice
+from frontend.completions.forced_tools import Forced, check_choice
 from frontend.completions.messages import refuse_in_messages, without_nulls_in_messages
 from frontend.completions.openai_bodies import (
     MAX_CHOICES,
@@ -72,8 +72,8 @@ class Plan:
     """The prompt stands before the new tokens, in the text and in the logprobs."""
     echoed_tops: int = 0
     """With `echo`: the number of likeliest tokens beside each token of the prompt in the logprobs."""
-    forced: str = ""
-    """The call that `tool_choice` forces: `required`, or the name of a function."""
+    forced: Forced | None = None
+    """The `tool_choice`, if it forces calls."""
     any_length: bool = False
     """The caller did not choose `max_tokens`, so fewer tokens will do where there is no room for so many."""
 
@@ -325,7 +325,7 @@ def _plan(
         scores_only=max_tokens == 0,
         echo=echo is not None,
         echoed_tops=(echo.logprobs or 0) if echo is not None else 0,
-        forced=body.forced if isinstance(body, ChatBody) else "",
+        forced=body.forced if isinstance(body, ChatBody) else None,
         any_length=max_tokens is None,
     )
 

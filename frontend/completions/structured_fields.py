@@ -64,9 +64,9 @@ class ResponseFormat(BaseModel):
         tag = self.model_dump(include={"format", "structures", "triggers"}, exclude_none=True)
         given = {**tag, **({} if self.json_schema is None else {"json_schema": ...})}
         wanted = {"json_schema": {"json_schema"}, "structural_tag": set(tag) or {"format"}}.get(self.type, set())
-        for name in wanted ^ set(given):
+        for name in sorted(wanted ^ set(given)):
             raise InvalidRequest(
-                f"{field}.{name} {'is missing' if name in wanted else 'does not belong to'} type {self.type}",
+                f"{field}.type is {self.type}, and {name} is {'missing' if name in wanted else 'no part of that'}",
                 field=f"{field}.{name}",
                 fix=f"{'add it' if name in wanted else 'leave it out'}, or send another type",
             )
@@ -97,7 +97,15 @@ class StructuredOutputs(BaseModel):
     structural_tag: FormText | None = None
 
     def form(self, field: str) -> Iterator[Found]:
-        """`field`: the caller's name for this object."""
+        """`field`: the caller's name for this object. InvalidRequest: it gives no form."""
+        found = list(self._forms(field))
+        if not found:
+            raise InvalidRequest(
+                f"{field} gives no form", field=field, fix="set one of json, regex, choice, grammar, json_object"
+            )
+        yield from found
+
+    def _forms(self, field: str) -> Iterator[Found]:
         if self.of_json is not None:
             schema = self.of_json if isinstance(self.of_json, str) else _written(self.of_json)
             yield f"{field}.json", "json_schema", schema

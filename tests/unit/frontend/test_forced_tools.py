@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontend.completions.forced_tools import REQUIRED, calls_of
+from frontend.completions.forced_tools import REQUIRED, ChosenFunction, ChosenTool, Forced, calls_of
 from frontend.completions.openai_replies import Chunks, whole
 from frontend.completions.plans import Plan
 from frontend.completions.reply_choice import Choice
@@ -24,6 +24,7 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "look", "parameters": PLACE}},
     {"type": "function", "function": {"name": "wait"}},
 ]
+LOOK = ChosenTool(function=ChosenFunction(name="look"))
 NAMED = {"type": "function", "function": {"name": "look"}}
 
 
@@ -36,7 +37,7 @@ def schema_of(plan: Plan) -> Any:
 
 def test_a_named_function_gives_its_parameters_as_the_form() -> None:
     plan = chat(tools=TOOLS, tool_choice=NAMED)
-    assert (schema_of(plan), plan.forced) == (PLACE, "look")
+    assert (schema_of(plan), plan.forced) == (PLACE, LOOK)
     assert plan.requests[0].rendering.tools == TOOLS
 
 
@@ -57,25 +58,26 @@ def test_definitions_that_differ_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="Place") as caught:
         chat(tools=tools, tool_choice=REQUIRED)
     assert caught.value.facts["field"] == "tools"
-    assert chat(tools=tools, tool_choice=NAMED).forced == "look"
+    assert chat(tools=tools, tool_choice=NAMED).forced == LOOK
 
 
 def test_calls_that_are_not_forced_give_no_form() -> None:
     for choice in ("auto", "none", None):
         plan = chat(tools=TOOLS, tool_choice=choice)
-        assert (plan.requests[0].structured_output, plan.forced) == (None, "")
+        assert (plan.requests[0].structured_output, plan.forced) == (None, None)
 
 
 @pytest.mark.parametrize(
     ("text", "forced", "calls"),
     [
-        ('{"place": "ä"}', "look", [("look", '{"place": "ä"}')]),
+        ('{"place": "ä"}', LOOK, [("look", '{"place": "ä"}')]),
+        ("[1]", ChosenTool(function=ChosenFunction(name=REQUIRED)), [(REQUIRED, "[1]")]),
         (
             '[{"name": "wait", "parameters": {}}, {"name": "look", "parameters": {"place": "x"}}]',
             REQUIRED,
             [("wait", "{}"), ("look", '{"place": "x"}')],
         ),
-        ('{"place": "', "look", None),
+        ('{"place": "', LOOK, None),
         ('[{"name": "wait", "parameters"', REQUIRED, None),
         ('{"name": "wait"}', REQUIRED, None),
         ("[1]", REQUIRED, None),
@@ -83,7 +85,7 @@ def test_calls_that_are_not_forced_give_no_form() -> None:
         ("5", REQUIRED, None),
     ],
 )
-def test_calls_are_read_from_a_whole_text(text: str, forced: str, calls: list[tuple[str, str]] | None) -> None:
+def test_calls_are_read_from_a_whole_text(text: str, forced: Forced, calls: list[tuple[str, str]] | None) -> None:
     found = calls_of(text, forced, "id")
     if found is None:
         assert calls is None

@@ -139,6 +139,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "text", **TAG}}, "response_format.format"),
     ({"response_format": {"type": "json_object", "more": 1}}, "response_format.more"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice.0"),
     ({"structured_outputs": {"choice": ["a"] * (MAX_TEXT_CHOICES + 1)}}, "structured_outputs.choice"),

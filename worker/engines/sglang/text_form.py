@@ -40,7 +40,12 @@ def with_grammars(original: Callable[..., bool], manager: Any, request: Any) -> 
     backend: SGLang itself makes none here, because it runs without a tokenizer."""
     given = request.sampling_params
     if any((given.json_schema, given.regex, given.ebnf, given.structural_tag)) and manager.grammar_backend is None:
-        manager.grammar_backend = _make_backend(manager)
+        try:
+            manager.grammar_backend = _make_backend(manager)
+        except Exception as error:  # of any kind: it would end the engine
+            log.exception("SGLang can't give a text a form with this model")
+            request.set_finish_with_abort(f"{REFUSED} any form with this model: {error}")
+            return False
     return original(manager, request)
 
 
