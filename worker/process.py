@@ -162,7 +162,7 @@ async def _with_notices(
             infos = [with_missing(adapter, await adapter.start()) for adapter in adapters]
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.told_to_end)
-        engines = any(info.stage is None for info in infos)
+        engines = any(info.pipeline_stage is None for info in infos)
         tied = {name: of for info in infos for name, of in info.tied.items()}
         notices.phase("hashing the model's files")
         digest = await _digest_of(options.model, tied, adapters) if engines else ""
@@ -486,13 +486,13 @@ class WorkerProcess:
                 "model_path": str(options.model.resolve()),
                 "host": platform.node(),
                 "pid": os.getpid(),
-                "world_size": info.world_size if info.stage is None else 0,  # trainers sum it
+                "world_size": info.world_size if info.pipeline_stage is None else 0,  # trainers sum it
                 "max_model_len": info.max_model_len,
                 "transports": list(info.transports),
                 "lacks": lacking_fields(info.capabilities),
                 "max_prompt_top_logprobs": info.max_prompt_top_logprobs,
                 "kv_tokens": info.kv_tokens,
-                **({} if info.stage is None else {"stage": info.stage}),
+                **({} if info.pipeline_stage is None else {"pipeline_stage": info.pipeline_stage}),
                 "witnesses": info.witnesses,
                 **({} if self._nodes is None else {"nodes": self._nodes.rows()}),
             },

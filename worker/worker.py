@@ -85,7 +85,7 @@ class Worker:
         self._adapter = adapter
         self._engine = engine
         self._info = info
-        self._stage = info.stage
+        self._pipeline_stage = info.pipeline_stage
         self._received_bytes: Counter[str] = Counter()
         """Transport → bytes of tensors that have come and were verified."""
         self._counted: PreparedReply | None = None
@@ -142,7 +142,7 @@ class Worker:
         )
         self._lock = LockWatch(bus, subjects, self.state)
         handlers = with_holds(self._handlers.table(), self.state.instance_id)
-        self.dispatcher = Dispatcher(self.state, self._lock, handlers, info.stage)
+        self.dispatcher = Dispatcher(self.state, self._lock, handlers, info.pipeline_stage)
         self._told = b""
         self._lasting: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -151,7 +151,7 @@ class Worker:
         """Joins the fleet, and then takes the committed version, or says why it can't.
 
         A pipeline stage only joins. It neither reads nor fixes the committed version."""
-        if self._stage is not None:
+        if self._pipeline_stage is not None:
             await self.dispatcher.listen(self.bus, self.subjects)
             self._spawn(self._watch_engine())
             await self._registration.start()
@@ -173,7 +173,7 @@ class Worker:
 
     async def _follow_fleet(self) -> None:
         """Applies the fleet's admission, pause and memory, which this worker may have missed while it was away."""
-        if self._stage is not None:
+        if self._pipeline_stage is not None:
             return
         if await read_disabled(self.bus, self.subjects.state, self.state.instance_id):
             self.state.close("disabled")
@@ -324,7 +324,7 @@ class Worker:
 
     def _tell(self) -> None:
         """Publishes the worker's state, if it has changed, for the frontends' routing."""
-        if self._stage is not None:
+        if self._pipeline_stage is not None:
             return
         self._generation.look()
         state = self.state

@@ -94,7 +94,7 @@ class Departures:
         if before is None or (after is not None and after.incarnation == before.incarnation):
             return
         reasons = self._closed_by.pop(before.instance_id, {})
-        if before.stage is not None:
+        if before.pipeline_stage is not None:
             return  # no count of workers has it
         if "leaving" in reasons:
             reason = "ended"

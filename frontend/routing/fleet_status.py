@@ -222,7 +222,7 @@ class FleetStatus:
         return [
             EngineFacts.of(member, status.load, status.work)
             for member in sorted(self._view.snapshot(), key=lambda member: member.instance_id)
-            if member.stage is None
+            if member.pipeline_stage is None
             and (status := self._known.get(member.instance_id)) is not None
             and status.incarnation == member.incarnation
         ]

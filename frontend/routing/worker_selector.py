@@ -128,7 +128,7 @@ class WorkerSelector:
         longest_s = max(self._wait_s, self._limits.stale_wait_s)
         since = now - self._limits.away_s - longest_s  # no request waits for an older one any more
         self._away = {key: (one, at) for key, (one, at) in self._away.items() if at > since}
-        if member.stage is None:
+        if member.pipeline_stage is None:
             self._away[member.instance_id] = member, now
 
     def on_return(self, instance_id: str) -> None:
@@ -374,11 +374,11 @@ class WorkerSelector:
         if self._view.member(pinned) is None:
             await self._view.barrier()
         member = self._view.member(pinned)
-        if member is None or member.stage is not None:
+        if member is None or member.pipeline_stage is not None:
             raise NotFound(
                 f"no worker {pinned} is in the fleet"
                 if member is None
-                else f"{pinned} is a stage: {member.stage}",
+                else f"{pinned} is a pipeline stage: {member.pipeline_stage}",
                 field="nvext.instance_id",
                 fix="leave it out, or name one of GET /v1/rl/workers",
             )

@@ -54,7 +54,7 @@ from rl_plane.fleet.fleet_replies import (
     join,
     listed,
     merged,
-    with_stages,
+    with_pipeline_stages,
 )
 from rl_plane.fleet.fleet_updates import FleetUpdates
 from rl_plane.fleet.op_notices import noticed
@@ -176,7 +176,7 @@ class Fleet:
         if len(calls) > 1 and spec.method == "POST":
             for call in calls:
                 await members_of(call)
-        replies = [with_stages(call, await handler(call)) for call in calls]
+        replies = [with_pipeline_stages(call, await handler(call)) for call in calls]
         names = [call.view.subjects.component for call in calls]
         return replies[0] if len(replies) == 1 else join(names, replies)
 

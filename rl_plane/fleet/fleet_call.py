@@ -89,7 +89,11 @@ async def members_of(call: FleetCall[Any]) -> Snapshot:
     # A read uses the members that this view knows. A change, and a call that names its fleet, ask the store's leader.
     snapshot = await view.barrier() if call.pinned or call.op.method == "POST" else view.snapshot()
     if len(snapshot) < select.min_workers:
-        beside = f", and {len(snapshot.stages)} stages, which are no engines" if snapshot.stages else ""
+        beside = (
+            f", and {len(snapshot.pipeline_stages)} pipeline stages, which are no engines"
+            if snapshot.pipeline_stages
+            else ""
+        )
         raise NoWorkers(
             f"{len(snapshot)} of {select.min_workers} workers have joined after {select.wait_s:g} s{beside}",
             field="min_workers",
@@ -114,23 +118,23 @@ async def whole_fleet(call: FleetCall[Any]) -> Snapshot:
     return await members_of(call)
 
 
-def selected_stages(call: FleetCall[Any], snapshot: Snapshot) -> list[Member]:
+def selected_pipeline_stages(call: FleetCall[Any], snapshot: Snapshot) -> list[Member]:
     """The stages among the workers that the call means."""
     named = call.select.workers
-    return [stage for stage in snapshot.stages if named is None or stage.instance_id in named]
+    return [stage for stage in snapshot.pipeline_stages if named is None or stage.instance_id in named]
 
 
 def check_engines(call: FleetCall[Any], snapshot: Snapshot) -> None:
-    """Raises an error if the call means stages only: every stage would skip the op, which is no success."""
-    stages, named = selected_stages(call, snapshot), call.select.workers
+    """Raises an error if the call means pipeline stages only: every stage would skip the op, which is no success."""
+    stages, named = selected_pipeline_stages(call, snapshot), call.select.workers
     if not stages or select_members(snapshot, named):
         return
     if named is None and call.op.name == "abort_requests":
         return  # requests that wait in the frontends end all the same
     kind = NoWorkers if named is None else Unsupported
     raise kind(
-        f"{call.op.name} is for engines, and the call means stages only, which skip it: "
-        f"{stages[0].instance_id}: {stages[0].stage}",
+        f"{call.op.name} is for engines, and the call means pipeline stages only, which skip it: "
+        f"{stages[0].instance_id}: {stages[0].pipeline_stage}",
         field="workers",
         fix="start a worker beside an engine" if kind is NoWorkers else "leave workers out, or name engines",
         epoch=snapshot.epoch,

@@ -10,7 +10,7 @@ from rl_plane.commit.history import UpdateEntry, short_sources
 from rl_plane.commit.rules import serves
 from rl_plane.commit.steps import Outcome
 from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, PlaneError
-from rl_plane.fleet.fleet_call import FleetCall, selected_stages
+from rl_plane.fleet.fleet_call import FleetCall, selected_pipeline_stages
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.worker_calls import FanOut
 from rl_plane.membership.worker_reply import WorkerReply, skipped_reply
@@ -59,13 +59,13 @@ def listed(call: FleetCall[Any], member: Member | None) -> dict[str, Any]:
     return {"namespace": subjects.namespace, "component": subjects.component, **info}
 
 
-def with_stages(call: FleetCall[Any], reply: dict[str, Any]) -> dict[str, Any]:
+def with_pipeline_stages(call: FleetCall[Any], reply: dict[str, Any]) -> dict[str, Any]:
     """The reply with a row for each stage beside the engines, so that it names every worker."""
     if call.op.name == "updates":  # its rows are of the past
         return reply
     rows = [
         {**skipped_reply(stage).to_wire(), **(listed(call, stage) if call.op.name == "workers" else {})}
-        for stage in selected_stages(call, call.view.snapshot())
+        for stage in selected_pipeline_stages(call, call.view.snapshot())
     ]
     return {**reply, "workers": [*reply["workers"], *rows]}
 

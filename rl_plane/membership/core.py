@@ -21,7 +21,7 @@ _INFO_TYPES: dict[str, type] = {
     "model_path": str,
     "world_size": int,
     "max_model_len": int,
-    "stage": str,
+    "pipeline_stage": str,
     "host": str,
     "nodes": list,
 }
@@ -42,10 +42,10 @@ class Member:
     """engine, model, model_path, host, pid, world_size, transports."""
 
     @property
-    def stage(self) -> str | None:
+    def pipeline_stage(self) -> str | None:
         """The reason why a pipeline stage without the model skips the ops of engines. None: the worker has an
         engine."""
-        return self.info.get("stage")
+        return self.info.get("pipeline_stage")
 
     def to_record(self) -> bytes:
         packed: bytes = msgpack.packb(
@@ -97,7 +97,7 @@ class Snapshot:
     """The `fingerprint` of `members`."""
     members: tuple[Member, ...]
     """The workers with an engine. Calls, counts and routes mean these."""
-    stages: tuple[Member, ...] = ()
+    pipeline_stages: tuple[Member, ...] = ()
     """Workers without an engine. They only get a row in each reply."""
 
     def __iter__(self) -> Any:
@@ -154,8 +154,8 @@ class MembershipCore:
     def snapshot(self) -> Snapshot:
         if self._snapshot is None:
             ordered = tuple(self.members[key] for key in sorted(self.members))
-            engines = tuple(member for member in ordered if member.stage is None)
-            stages = tuple(member for member in ordered if member.stage is not None)
+            engines = tuple(member for member in ordered if member.pipeline_stage is None)
+            stages = tuple(member for member in ordered if member.pipeline_stage is not None)
             self._snapshot = Snapshot(self.epoch, fingerprint(engines), engines, stages)
         return self._snapshot
 

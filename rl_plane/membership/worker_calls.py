@@ -502,7 +502,7 @@ def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerReply:
     try:
         wire = decode(answer)
         failure = wire.get("error")
-        if wire["status"] == "skipped" and member.stage is None:
+        if wire["status"] == "skipped" and member.pipeline_stage is None:
             raise ValueError("an engine answers 'skipped'")
         return WorkerReply(
             member.instance_id,
@@ -542,9 +542,9 @@ def select_members(snapshot: Snapshot, workers: Sequence[str] | None) -> Sequenc
     """The engines to ask: all, or those in `workers`. NotFound if one is not in the fleet."""
     if workers is None:
         return snapshot.members
-    by_id = {member.instance_id: member for member in (*snapshot.members, *snapshot.stages)}
+    by_id = {member.instance_id: member for member in (*snapshot.members, *snapshot.pipeline_stages)}
     for instance_id in workers:
         check_instance_id("workers", instance_id)
         if instance_id not in by_id:
             raise not_a_member(instance_id)
-    return [by_id[key] for key in dict.fromkeys(workers) if by_id[key].stage is None]
+    return [by_id[key] for key in dict.fromkeys(workers) if by_id[key].pipeline_stage is None]

@@ -49,4 +49,4 @@ class WorkerReply:
 def skipped_reply(stage: Member) -> WorkerReply:
     """The reply of a stage, which is made without asking it: its registration has the reason why it skips the ops of
     engines. So a stage that hangs delays no call."""
-    return WorkerReply(stage.instance_id, stage.incarnation, "skipped", {"reason": stage.stage})
+    return WorkerReply(stage.instance_id, stage.incarnation, "skipped", {"reason": stage.pipeline_stage})

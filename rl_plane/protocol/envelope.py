@@ -28,7 +28,7 @@ MAX_INTEGER = 1 << 53
 
 Format = Literal["msgpack", "json"]
 Status = Literal["ok", "error", "skipped"]
-"""`skipped`: the worker is a stage, and the body has the `reason`."""
+"""`skipped`: the worker is a pipeline stage, and the body has the `reason`."""
 
 _JSON_START = b"{ \t\r\n"
 
@@ -185,5 +185,5 @@ def request_from_wire(wire: dict[str, Any]) -> Request:
 
 
 def engine_replies(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a fleet's merged reply, without the rows of stages, which did nothing."""
+    """The rows of a fleet's merged reply, without the rows of pipeline stages, which did nothing."""
     return [row for row in reply["workers"] if row.get("status") != "skipped"]

@@ -463,7 +463,7 @@ class Op:
     timeout_s: float
     """The default time for which a caller waits for a worker."""
     doc: str = ""
-    of_stage: bool = False
+    of_pipeline_stage: bool = False
     """A pipeline stage, which has no engine of its own, answers it too."""
     pool: Pool = "control"
     """The places that the op takes in a worker. Ops that any client may send leave those of the control plane free."""
@@ -493,7 +493,7 @@ OPS: dict[str, Op] = {
             False,
             QUICK_S,
             doc="The bus round trip; the engine is not asked.",
-            of_stage=True,
+            of_pipeline_stage=True,
         ),
         Op(
             "liveness",
@@ -502,7 +502,7 @@ OPS: dict[str, Op] = {
             False,
             5.0,
             doc="A real round trip through the engine.",
-            of_stage=True,
+            of_pipeline_stage=True,
         ),
         Op("describe", Describe, DescribeReply, False, QUICK_S, doc="What the engine is and can do."),
         Op("state", Empty, StateReply, False, QUICK_S, doc="Admission, pause, version, load."),

@@ -19,14 +19,14 @@ log = logging.getLogger("rl_plane.publish")
 
 T = TypeVar("T")
 
-Stage = Literal["waiting", "sending", "committing", "committed", "failed"]
+PublishPhase = Literal["waiting", "sending", "committing", "committed", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The progress of a publication."""
 
-    stage: Stage
+    phase: PublishPhase
     buckets: int = 0
     """Buckets that the transport has taken so far, of `of_buckets`."""
     of_buckets: int = 0
@@ -135,9 +135,9 @@ class RunningPublication(Publication):
         """From here on the publication has to be ended by `end`."""
         _outcome_unreported.add(self)
 
-    def report(self, stage: Stage, **facts: int) -> None:
+    def report(self, phase: PublishPhase, **facts: int) -> None:
         """Updates `progress`, and calls the trainer's callback."""
-        self.progress = replace(self.progress, stage=stage, elapsed_s=time.monotonic() - self._start, **facts)
+        self.progress = replace(self.progress, phase=phase, elapsed_s=time.monotonic() - self._start, **facts)
         if self._report is not None:
             self._report(self.progress)
 

@@ -39,7 +39,7 @@ BOUND_S = 30.0
 
 
 def spawn_stage(plane: Plane, model: Path | None = None) -> Spawned:
-    return plane.spawn(stage="true", model=model)
+    return plane.spawn(pipeline_stage="true", model=model)
 
 
 def row_of(stage: Spawned, reply: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def update_of(plane: Plane, seed: int) -> dict[str, Any]:
 
 
 def member(name: str, revision: int, stage: str | None = None, incarnation: str = "i0") -> Member:
-    info = {"engine": "fake", "world_size": 2} if stage is None else {"world_size": 0, "stage": stage}
+    info = {"engine": "fake", "world_size": 2} if stage is None else {"world_size": 0, "pipeline_stage": stage}
     return Member(name, incarnation, "server", revision, revision, info)
 
 
@@ -76,7 +76,7 @@ def test_a_snapshot_is_of_the_engines_and_knows_the_stages_beside_them() -> None
     alone = fed(member(ENGINE, 1))
     mixed = fed(member(ENGINE, 1), member(STAGE_ID, 2, "vision"))
     assert [one.instance_id for one in mixed] == [ENGINE]
-    assert [(one.instance_id, one.stage) for one in mixed.stages] == [(STAGE_ID, "vision")]
+    assert [(one.instance_id, one.pipeline_stage) for one in mixed.pipeline_stages] == [(STAGE_ID, "vision")]
     assert mixed.fingerprint == alone.fingerprint
     assert mixed.epoch == 2
     assert [one.instance_id for one in select_members(mixed, [STAGE_ID, ENGINE])] == [ENGINE]
@@ -84,9 +84,9 @@ def test_a_snapshot_is_of_the_engines_and_knows_the_stages_beside_them() -> None
 
 def test_a_stage_that_returns_as_an_engine_is_an_engine_and_the_reverse() -> None:
     was_engine = fed(member(ENGINE, 1), member(ENGINE, 2, "vision", "i1"))
-    assert (was_engine.members, len(was_engine.stages)) == ((), 1)
+    assert (was_engine.members, len(was_engine.pipeline_stages)) == ((), 1)
     was_stage = fed(member(ENGINE, 1, "vision"), member(ENGINE, 2, None, "i1"))
-    assert (len(was_stage), was_stage.stages) == (1, ())
+    assert (len(was_stage), was_stage.pipeline_stages) == (1, ())
 
 
 def test_a_stage_has_no_place_in_a_group() -> None:
@@ -174,7 +174,7 @@ async def test_a_stage_answers_that_it_skips_and_why(plane: Plane) -> None:
     asked = 0
     for op in OPS:
         answer = await ask(op, bodies.get(op, {}))
-        if OPS[op].of_stage:
+        if OPS[op].of_pipeline_stage:
             assert answer["status"] == "ok"
         elif answer["status"] != "error":  # an op whose body must say more
             assert (answer["status"], answer["body"]) == ("skipped", {"reason": STAGE})
@@ -238,7 +238,7 @@ async def test_the_ops_of_the_fleet_succeed_beside_a_stage(plane: Plane) -> None
         assert [row["instance_id"] for row in engines] == ([] if op == "abort_weights_update" else ids), op
         assert not reply.get("excluded"), op
     (listed,) = [row for row in reply["workers"] if row["instance_id"] == stage.instance_id]
-    assert (listed["engine"], listed["stage"], listed["component"]) == ("fake", STAGE, plane.component)
+    assert (listed["engine"], listed["pipeline_stage"], listed["component"]) == ("fake", STAGE, plane.component)
     assert sum(row["world_size"] for row in reply["workers"]) == 2
     state = await client.run("state")
     assert (state["ready"], state["applied_weight_version"], state["pause_state"]) == (True, "step_2", "running")
@@ -253,7 +253,7 @@ async def test_what_names_only_a_stage_is_refused(plane: Plane) -> None:
     engine, stage = plane.spawn(), spawn_stage(plane)
     both = [engine.instance_id, stage.instance_id]
     for op in ("pause", "resume", "flush_cache", "release_memory", "check_weights", "disable", "liveness"):
-        with pytest.raises(Unsupported, match="means stages only") as refusal:
+        with pytest.raises(Unsupported, match="means pipeline stages only") as refusal:
             await client.run(op, {"workers": [stage.instance_id]})
         assert refusal.value.http_status == 501
         assert row_of(stage, refusal.value.facts) == SKIPPED
@@ -377,7 +377,7 @@ async def test_stages_that_die_join_or_stand_still_do_not_disturb_an_update(plan
 
 async def _beside(client: RlClient, *stages: Spawned) -> bool:
     """Are these the stages, or those of them that are not yet taken for hung?"""
-    there = {stage.instance_id for stage in (await client.list_workers()).stages}
+    there = {stage.instance_id for stage in (await client.list_workers()).pipeline_stages}
     return stages[-1].instance_id in there and there <= {stage.instance_id for stage in stages}
 
 
@@ -387,13 +387,13 @@ async def test_a_killed_stage_leaves_and_one_that_is_told_to_end_too(plain_plane
     client = await plane.client()
     plane.spawn()
     killed, ended = spawn_stage(plane), spawn_stage(plane)
-    assert len((await client.list_workers()).stages) == 2
+    assert len((await client.list_workers()).pipeline_stages) == 2
     killed.kill()
     ended.signal(15)
     assert ended.process.wait(BOUND_S) == 0
 
     async def gone() -> bool:
-        return not (await client.list_workers()).stages
+        return not (await client.list_workers()).pipeline_stages
 
     await plane.until(gone)
     assert len((await client.run("pause", {}))["workers"]) == 1
@@ -406,7 +406,7 @@ async def test_a_stage_is_no_success_when_the_last_engine_dies_under_a_call(plan
     pause = asyncio.create_task(client.run("pause", {}))
     await held.reached(plane, "pause.before", 1)
     engine.kill()
-    with pytest.raises(NoWorkers, match="means stages only") as refusal:
+    with pytest.raises(NoWorkers, match="means pipeline stages only") as refusal:
         await pause
     assert row_of(stage, refusal.value.facts) == SKIPPED
     assert not (await read_pause(client.bus, client.subjects().state)).paused
@@ -419,10 +419,10 @@ async def test_stages_alone_do_nothing_and_say_so(plane: Plane) -> None:
     client = await plane.client()
     one, two = spawn_stage(plane, plane.model(7)), spawn_stage(plane, plane.tmp)  # where no weights are to be read
     for op, body in (("pause", {}), ("update_weights", update_of(plane, 1)), ("ready", {}), ("state", {})):
-        with pytest.raises(NoWorkers, match="and 2 stages"):
+        with pytest.raises(NoWorkers, match="and 2 pipeline stages"):
             await client.run(op, {**body, "wait_s": 0})
     for op in ("pause", "resume", "flush_cache", "release_memory", "check_weights", "liveness"):
-        with pytest.raises(NoWorkers, match="means stages only") as refusal:
+        with pytest.raises(NoWorkers, match="means pipeline stages only") as refusal:
             await client.run(op, {"min_workers": 0})
         assert row_of(one, refusal.value.facts) == SKIPPED
     state = await client.run("state", {"min_workers": 0})

@@ -226,7 +226,7 @@ class Joining:
         self.plane, self.times = plane, 0
 
     def __call__(self, progress: Progress) -> None:
-        if self.times and (progress.stage, progress.buckets) == ("sending", 1):
+        if self.times and (progress.phase, progress.buckets) == ("sending", 1):
             self.times -= 1
             self.plane.spawn()
 

@@ -66,8 +66,8 @@ async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> No
 
     await asyncio.to_thread(plain)
     assert await served(plane) == {("3", model_digest(third), 3)}
-    assert reported[0].stage == "sending"
-    assert [one.stage for one in reported][-2:] == ["committing", "committed"]
+    assert reported[0].phase == "sending"
+    assert [one.phase for one in reported][-2:] == ["committing", "committed"]
     assert reported[-1].buckets == reported[-1].of_buckets > 0
     assert reported[-1].nbytes == reported[-1].of_nbytes > 0
     # The committed one and the newest stay on the disk.

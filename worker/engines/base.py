@@ -164,7 +164,7 @@ class EngineInfo:
     """Ranks of tensor parallelism."""
     pp_size: int = 1
     """Stages of pipeline parallelism."""
-    stage: str | None = None
+    pipeline_stage: str | None = None
     """None for an engine. For a stage before or after the model, the reason that callers read: it has no weights and
     generates nothing. The worker calls only `start`, `liveness` and `close` of it, and skips every op with this reason.
     It has no rank and no vote, and takes no update and no request. Never set it for an engine that serves the model."""

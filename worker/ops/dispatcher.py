@@ -61,12 +61,16 @@ UNREAD = Request("")
 class Dispatcher:
     """Checks each message, calls the op's handler, and answers.
 
-    `handlers` has one handler for each op. `stage`: why this worker has no engine of its own (`EngineInfo.stage`); it
+    `handlers` has one handler for each op. `pipeline_stage`: why this worker has no engine of its own. It
     then answers only the ops that a stage has.
     """
 
     def __init__(
-        self, state: WorkerState, lock: LockWatch, handlers: Mapping[str, Handler], stage: str | None = None
+        self,
+        state: WorkerState,
+        lock: LockWatch,
+        handlers: Mapping[str, Handler],
+        pipeline_stage: str | None = None,
     ) -> None:
         assert handlers.keys() == OPS.keys()
         self._state = state
@@ -75,7 +79,7 @@ class Dispatcher:
         self.answers: Counter[tuple[str, ...]] = Counter()
         """Op and outcome (ok, skipped, or the error's code) → the number of answers. A name that is no op counts as
         `other`."""
-        self._stage = stage
+        self._pipeline_stage = pipeline_stage
         self._pools: dict[Pool, OpPool] = {
             "control": OpPool("ops", MAX_OPS),
             "tokenizer": OpPool("ops that tokenize", MAX_TOKENIZING, TOKENIZING_AT_ONCE),
@@ -118,12 +122,12 @@ class Dispatcher:
                     field="op",
                     fix="send it to the worker's rl subject",
                 )
-            skips = self._stage is not None and not op.of_stage
+            skips = self._pipeline_stage is not None and not op.of_pipeline_stage
             if op.changes and not skips:
                 self._state.check_changing(request)
             body = parse_body(op.request, request.body)
             if skips:
-                skipped = self._reply(request, start, {"reason": self._stage}, "skipped")
+                skipped = self._reply(request, start, {"reason": self._pipeline_stage}, "skipped")
                 await self._answer(bus, message, skipped, form, span)
                 return
             with tracing.using(span):

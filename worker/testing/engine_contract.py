@@ -225,7 +225,7 @@ async def describes_itself(at: EngineUnderTest) -> None:
     """`start` returns facts that hold together, and the engine answers."""
     info = at.info
     assert all((info.engine, info.engine_version, info.dtype, info.device))
-    assert info.stage is None, "a stage is no engine"
+    assert info.pipeline_stage is None, "a stage is no engine"
     assert info.world_size == info.tp_size * info.pp_size >= 1
     assert info.vocab_size > max(at.prompt)
     assert info.max_model_len > len(at.prompt) + NEW_TOKENS

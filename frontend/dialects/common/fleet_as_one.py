@@ -110,7 +110,7 @@ async def tell_paused(context: DialectContext, error: PlaneError) -> None:
 
 def skipped(context: DialectContext) -> dict[str, Any]:
     """The part of a reply that names the pipeline stages that skip the op, and why. Empty without stages."""
-    stages = {stage.instance_id: stage.stage for stage in context.view.snapshot().stages}
+    stages = {stage.instance_id: stage.pipeline_stage for stage in context.view.snapshot().pipeline_stages}
     return {"skipped": stages} if stages else {}
 
 

@@ -11,6 +11,7 @@ from nats.aio.msg import Msg
 
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.server import NatsServer
+from tests.conftest import stop_process
 
 BOUND_S = 10.0
 
@@ -26,7 +27,7 @@ async def test_the_connection_stays_when_the_answer_comes_after_a_flush_has_give
     try:
         await bus.subscribe("told", hear)
         await bus.flush()
-        nats.process.send_signal(signal.SIGSTOP)
+        stop_process(nats.process.pid)
         try:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):

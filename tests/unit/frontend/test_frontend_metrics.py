@@ -269,7 +269,7 @@ def test_a_pipeline_stage_counts_nowhere() -> None:
     view, status = View(), Status()
     departures = Departures(view, status)  # type: ignore[arg-type]
     departures.start()
-    view.tell(Changed(replace(MEMBER, info={"stage": "no weights"}), None))
+    view.tell(Changed(replace(MEMBER, info={"pipeline_stage": "no weights"}), None))
     assert not any(departures.counts.values())
 
 

@@ -22,6 +22,7 @@ from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.base import TransportContext
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.safetensors_file import write_safetensors
+from tests.conftest import stop_process
 from tests.support.host_ranks import OneHost
 from tests.support.receive_requests import files_request
 from worker.engines.fake.adapter import make_fake_model
@@ -275,7 +276,7 @@ async def test_the_process_answers_hangs_and_ends(tmp_path: Path) -> None:
             await asyncio.to_thread(client.cached_digest)
         with pytest.raises(EngineFailed, match="does not know the model"):
             await asyncio.to_thread(staged_weights, directory, "s")
-        os.kill(process.pid, signal.SIGSTOP)
+        stop_process(process.pid)
         with pytest.raises(TimeoutError, match=rf"the host agent \(pid {process.pid}\) does not answer"):
             await client.ping()
         os.kill(process.pid, signal.SIGCONT)

@@ -120,7 +120,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
     # life
 
     async def start(self) -> EngineInfo:
-        if self.config.stage:
+        if self.config.pipeline_stage:
             return self._info("none", STAGE)
         weights = await asyncio.to_thread(self._load)
         if self._closed:
@@ -153,7 +153,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
             deterministic=True,
             memory_saver=True,
             transports=self.receiver.backends if stage is None else (),
-            stage=stage,
+            pipeline_stage=stage,
             witnesses=self.config.witnesses,
             max_prompt_top_logprobs=self.config.max_prompt_top_logprobs,
         )
@@ -181,7 +181,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         if self.config.hang_liveness:
             await asyncio.Event().wait()
         await asyncio.sleep(0)
-        if self._closed or not self.config.stage:
+        if self._closed or not self.config.pipeline_stage:
             self._held()
 
     def _held(self) -> FakeWeights:

@@ -43,7 +43,7 @@ class FakeConfig(BaseModel):
     """After a swap, the engine computes with other weights than it was given, and does not say so. Its tokens and
     scores are of no version, until a swap without this."""
     hang_liveness: bool = False
-    stage: bool = False
+    pipeline_stage: bool = False
     """It is no engine but a stage of a mixed pipeline."""
     witnesses: bool = True
     """False: it can't tell which weights make its tokens, as another engine may say."""
