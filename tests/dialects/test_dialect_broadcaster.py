@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from frontend.server.bodies import MAX_BODY_BYTES
 from rl_plane.errors import Locked
 from rl_plane.protocol.versions import TensorSpec

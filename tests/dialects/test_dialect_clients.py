@@ -13,10 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-pytest.importorskip("trl")
-
 from examples.skyrl_client import FleetInferenceClient
 from frontend.completions.service import Generation
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Locked, Unsupported
@@ -35,7 +31,7 @@ if TYPE_CHECKING:
     from tests.conftest import Plane
     from tests.support.commanded_process import CommandedProcess
 
-pytestmark = [pytest.mark.engines("vllm"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engines("vllm", "trl"), pytest.mark.timeout(400)]
 
 START_S = 120.0
 GLOO_S = 20.0

@@ -13,10 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from safetensors.torch import load_file, save_file
 
 from frontend.dialects.sglang.body_tensors import HeldTensors

@@ -10,10 +10,6 @@ import httpx
 import psutil
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
-
 from frontend.dialects.sglang import sglang_session
 from frontend.dialects.sglang.open_sessions import Opened
 from frontend.dialects.sglang.sglang_session import Updates

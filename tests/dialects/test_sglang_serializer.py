@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-
-pytest.importorskip("torch")
-
 from safetensors.torch import load_file
 
 from tests.support.dialect_facade import facade, fine, proven, refused, served

@@ -59,7 +59,6 @@ async def test_an_operator_ends_a_check_by_enable(plane: Plane) -> None:
 
 @pytest.mark.timeout(300)
 async def test_hf_fails_a_check_unless_an_update_brings_the_weights(plane: Plane) -> None:
-    pytest.importorskip("torch")
     from worker.testing.tiny_model import make_witness_model
 
     model = make_witness_model(plane.tmp / "weights" / "witness", 1)

@@ -20,18 +20,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_models import kind, models
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("peft")
-
-from rl_plane.errors import EngineFailed, InvalidRequest, Unsupported  # noqa: E402
-from rl_plane.protocol.generation import GenerateRequest  # noqa: E402
-from rl_plane.protocol.versions import TensorSpec  # noqa: E402
-from rl_plane.protocol.worker_ops import Tokenize  # noqa: E402
-from tests.support.engine_kinds import BATCH_TOKENS, Kind, OffersMemory  # noqa: E402
-from tests.support.engine_models import LOGPROBS, Models, is_of  # noqa: E402
-from tests.support.engine_runs import (  # noqa: E402
+from rl_plane.errors import EngineFailed, InvalidRequest, Unsupported
+from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.protocol.worker_ops import Tokenize
+from tests.support.engine_kinds import BATCH_TOKENS, Kind, OffersMemory
+from tests.support.engine_models import LOGPROBS, Models, is_of, kind, models
+from tests.support.engine_runs import (
     BOUND_S,
     Run,
     ask,
@@ -41,14 +36,14 @@ from tests.support.engine_runs import (  # noqa: E402
     version,
     witnessed,
 )
-from tests.support.reference import logits_of, logprobs_of, penalized  # noqa: E402
-from tests.support.shared_engine import ENDLESS, engine, info, prompt_of, scratch, shared  # noqa: E402
-from worker.engines.base import EngineInfo, PauseMode  # noqa: E402
-from worker.engines.capabilities import with_missing  # noqa: E402
-from worker.engines.common.tokenizing import load_tokenizer  # noqa: E402
-from worker.receive.staging import model_digest  # noqa: E402
-from worker.testing.engine_contract import CHECKS, Check, EngineUnderTest  # noqa: E402
-from worker.testing.tiny_model import VOCAB_SIZE  # noqa: E402
+from tests.support.reference import logits_of, logprobs_of, penalized
+from tests.support.shared_engine import ENDLESS, engine, info, prompt_of, scratch, shared
+from worker.engines.base import EngineInfo, PauseMode
+from worker.engines.capabilities import with_missing
+from worker.engines.common.tokenizing import load_tokenizer
+from worker.receive.staging import model_digest
+from worker.testing.engine_contract import CHECKS, Check, EngineUnderTest
+from worker.testing.tiny_model import VOCAB_SIZE
 
 __all__ = ["engine", "info", "kind", "models", "scratch", "shared"]
 pytestmark = [

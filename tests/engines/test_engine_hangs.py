@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-pytest.importorskip("torch")
-
 from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.errors import PlaneError
 from tests.conftest import START_S, lives

@@ -11,17 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_models import kind, models
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("peft")
-
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights  # noqa: E402
-from rl_plane.weights.checkpoint import ADAPTER_NAME, write_manifest  # noqa: E402
-from tests.support.bad_adapters import BAD, DTYPES, in_dtype  # noqa: E402
-from tests.support.engine_kinds import Kind, OffersMemory  # noqa: E402
-from tests.support.engine_models import LOGPROBS, Models, is_of  # noqa: E402
-from tests.support.engine_runs import (  # noqa: E402
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
+from rl_plane.weights.checkpoint import ADAPTER_NAME, write_manifest
+from tests.support.bad_adapters import BAD, DTYPES, in_dtype
+from tests.support.engine_kinds import Kind, OffersMemory
+from tests.support.engine_models import LOGPROBS, Models, is_of, kind, models
+from tests.support.engine_runs import (
     BOUND_S,
     Result,
     Run,
@@ -35,10 +30,10 @@ from tests.support.engine_runs import (  # noqa: E402
     update,
     witnessed,
 )
-from tests.support.reference import logprobs_of  # noqa: E402
-from tests.support.shared_engine import ENDLESS, engine, info, prompt_of, scratch, shared  # noqa: E402
-from worker.receive.staging import adapter_digest  # noqa: E402
-from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
+from tests.support.reference import logprobs_of
+from tests.support.shared_engine import ENDLESS, engine, info, prompt_of, scratch, shared
+from worker.receive.staging import adapter_digest
+from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token
 
 __all__ = ["engine", "info", "kind", "models", "scratch", "shared"]
 pytestmark = [

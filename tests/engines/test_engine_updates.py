@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.engine_models import kind, models
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("peft")
-
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights  # noqa: E402
-from rl_plane.weights.checkpoint import write_manifest  # noqa: E402
-from tests.support.engine_kinds import BATCH_TOKENS, Kind, OffersMemory  # noqa: E402
-from tests.support.engine_models import LOGPROBS, Models, is_of  # noqa: E402
-from tests.support.engine_runs import (  # noqa: E402
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
+from rl_plane.weights.checkpoint import write_manifest
+from tests.support.engine_kinds import BATCH_TOKENS, Kind, OffersMemory
+from tests.support.engine_models import LOGPROBS, Models, is_of, kind, models
+from tests.support.engine_runs import (
     BOUND_S,
     Run,
     ask,
@@ -31,12 +27,12 @@ from tests.support.engine_runs import (  # noqa: E402
     version,
     witnessed,
 )
-from tests.support.reference import logprobs_of, logprobs_over_kv, prompt_logprobs  # noqa: E402
-from tests.support.shared_engine import ENDLESS, engine, info, prompt_of, scratch, shared  # noqa: E402
-from worker.engines.base import EngineInfo, PauseMode  # noqa: E402
-from worker.engines.common.finite_logits import NOT_FINITE  # noqa: E402
-from worker.receive.staging import model_digest  # noqa: E402
-from worker.testing.tiny_model import VOCAB_SIZE  # noqa: E402
+from tests.support.reference import logprobs_of, logprobs_over_kv, prompt_logprobs
+from tests.support.shared_engine import ENDLESS, engine, info, prompt_of, scratch, shared
+from worker.engines.base import EngineInfo, PauseMode
+from worker.engines.common.finite_logits import NOT_FINITE
+from worker.receive.staging import model_digest
+from worker.testing.tiny_model import VOCAB_SIZE
 
 __all__ = ["engine", "info", "kind", "models", "scratch", "shared"]
 pytestmark = [

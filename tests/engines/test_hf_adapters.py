@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
-
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
-from rl_plane.protocol.versions import HostTensor  # noqa: E402
-from tests.support.engine_runs import adapter_version, unload_adapter  # noqa: E402
-from tests.support.hf_runs import (  # noqa: E402
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported
+from rl_plane.protocol.versions import HostTensor
+from tests.support.engine_runs import adapter_version, unload_adapter
+from tests.support.hf_runs import (
     BOUND_S,
     NAMES_OF_STAGINGS,
     Run,
@@ -35,13 +31,15 @@ from tests.support.hf_runs import (  # noqa: E402
     version,
     witnessed,
 )
-from tests.support.receive_requests import NamedRequest, files_request  # noqa: E402
-from worker.engines.base import EngineOptions  # noqa: E402
-from worker.engines.hf.adapter import HfEngine  # noqa: E402
-from worker.receive.staging import adapter_digest  # noqa: E402
-from worker.receive.weight_holder import TensorStream  # noqa: E402
-from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
-from worker.testing.tiny_model import make_tiny_model, make_witness_model  # noqa: E402
+from tests.support.receive_requests import NamedRequest, files_request
+from worker.engines.base import EngineOptions
+from worker.engines.hf.adapter import HfEngine
+from worker.receive.staging import adapter_digest
+from worker.receive.weight_holder import TensorStream
+from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token
+from worker.testing.tiny_model import make_tiny_model, make_witness_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 Start = Callable[..., Awaitable[HfEngine]]
 
@@ -65,6 +63,8 @@ def load_plain(model: Path) -> Any:
 @pytest.fixture(scope="module")
 def made_by_peft(root: Path, tiny: Path) -> dict[str, Path]:
     """Two adapters as a trainer saves them, of other ranks, scalings and modules."""
+    import peft
+
     configs = {
         "one": peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj", "lm_head"]),
         "two": peft.LoraConfig(r=8, lora_alpha=8, use_rslora=True, target_modules="all-linear"),
@@ -81,7 +81,9 @@ def made_by_peft(root: Path, tiny: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def plain(tiny: Path, made_by_peft: dict[str, Path]) -> dict[str | None, Any]:
-    models = {name: peft.PeftModel.from_pretrained(load_plain(tiny), path) for name, path in made_by_peft.items()}
+    from peft import PeftModel
+
+    models = {name: PeftModel.from_pretrained(load_plain(tiny), path) for name, path in made_by_peft.items()}
     return {None: load_plain(tiny), **{name: model.eval() for name, model in models.items()}}
 
 
@@ -167,6 +169,8 @@ async def test_a_mixed_batch_is_what_peft_makes_of_each(
 
 async def test_more_modules_than_peft_takes_by_name(start: Start, root: Path) -> None:
     """PEFT replaces 20 or more names by shorter ones that mean the same."""
+    from peft import PeftModel
+
     deep = make_tiny_model(root / "deep", seed=1, num_hidden_layers=5, hidden_size=64)
     every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     paths = [
@@ -178,7 +182,7 @@ async def test_more_modules_than_peft_takes_by_name(start: Start, root: Path) ->
         await load(engine, f"a{number % 2}", path, sequence=number)
     for number in (1, 2):
         result = await run(engine, ask(prompt, adapter=f"a{number % 2}", logprobs=True))
-        model = peft.PeftModel.from_pretrained(load_plain(deep), paths[number]).eval()
+        model = PeftModel.from_pretrained(load_plain(deep), paths[number]).eval()
         assert result.logprobs == pytest.approx(plain_logprobs(model, prompt, result.tokens), abs=1e-4)
 
 
@@ -334,6 +338,8 @@ async def test_a_swap_that_fails_leaves_the_old_adapter(
     plain: dict[str | None, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    import peft
+
     engine = await start(tiny)
     prompt = prompt_of(2, 20)
     await load(engine, "x", made_by_peft["one"])

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from worker.engines.base import EngineOptions
 from worker.engines.hf.adapter import build
 from worker.testing.engine_contract import check_engine

@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from tests.support.faults import Stream
 from tests.support.fleet_updates import all_serve, states, update_of
 from tests.support.frontend_process import error_of, frontend

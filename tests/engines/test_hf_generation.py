@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support.hf_runs import models, plain
-
-pytest.importorskip("transformers")
+import torch
 
 from rl_plane.errors import EngineFailed, InvalidRequest, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
@@ -29,12 +26,13 @@ from tests.support.hf_runs import (
     checkpoint,
     freeze_after,
     given_prompt_logprobs,
+    models,
+    plain,
     plain_logprobs,
     plain_prompt_logprobs,
     prompt_of,
     run,
     stage,
-    torch,
     version,
     witnessed,
 )

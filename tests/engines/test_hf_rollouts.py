@@ -11,8 +11,6 @@ import httpx
 import pytest
 import pytest_asyncio
 
-pytest.importorskip("torch")
-
 from rl_plane import check_next_prompt, next_prompt
 from tests.support.fleet_updates import update_of
 from tests.support.frontend_process import PROMPT, ask, frontend, until_running

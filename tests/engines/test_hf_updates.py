@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support.hf_runs import models, plain
-
-pytest.importorskip("transformers")
+import torch
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidWeights, PlaneError
 from rl_plane.protocol.versions import HostTensor
@@ -30,11 +27,12 @@ from tests.support.hf_runs import (
     ask,
     checkpoint,
     hold,
+    models,
+    plain,
     plain_logprobs,
     prompt_of,
     run,
     stage,
-    torch,
     version,
     witnessed,
 )

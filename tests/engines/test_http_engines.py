@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from tests.support.each_transport import bring_by_url
 from tests.support.fleet_updates import all_serve
 from tests.support.frontend_process import frontend

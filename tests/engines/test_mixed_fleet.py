@@ -17,13 +17,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-
-from tests.support.mixed_fleet import client, http, mixed
-from tests.support.paths import ROOT
-
-pytest.importorskip("torch")
-pytest.importorskip("trl")
-pytest.importorskip("peft")
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -49,12 +42,16 @@ from tests.support.mixed_fleet import (
     TOKENS,
     Mixed,
     begun,
+    client,
     fails_of_no_numbers,
+    http,
+    mixed,
     proven,
     seed_of,
     witnessed,
 )
 from tests.support.nixl_trainers import trainer
+from tests.support.paths import ROOT
 from tests.support.prompt_scores import TRL_TOPS, ask_trl, check_rows, check_skyrl, check_trl, rows_of
 from tests.support.reference import logprobs_of, prompt_logprobs
 from tests.support.streaming_client import Streaming
@@ -66,7 +63,7 @@ from worker.testing.tiny_model import VOCAB_SIZE, witness_next_token
 
 __all__ = ["client", "http", "mixed", "trainer", "trainer_of"]
 
-pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines("vllm", "sglang", "trl"), pytest.mark.alone, pytest.mark.timeout(600)]
 
 SCORINGS = 20
 """Batches of six prompts, more than enough for three equally loaded engines."""

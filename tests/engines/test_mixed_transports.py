@@ -10,11 +10,6 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.mixed_fleet import client, http, mixed
-
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError, UpdateAborted
 from tests.conftest import lives
@@ -37,6 +32,9 @@ from tests.support.mixed_fleet import (
     START_S,
     Mixed,
     begun,
+    client,
+    http,
+    mixed,
     proven,
     seed_of,
     witnessed,
@@ -51,7 +49,7 @@ from worker.testing.tiny_model import witness_next_token
 
 __all__ = ["client", "http", "mixed", "trainer", "trainer_of"]
 
-pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines("vllm", "sglang", "trl"), pytest.mark.alone, pytest.mark.timeout(600)]
 
 PARTS = 3
 """The calls of an update."""
@@ -200,7 +198,6 @@ async def test_trainers_own_clients_drive_all_three(
 ) -> None:
     """vLLM's and TRL's, unchanged: each takes the facade for one vLLM. Each meets a worker that is killed in the
     middle, and brings its update again to the rest."""
-    pytest.importorskip("trl")
     await mixed.witnessed(client)
 
     async def form(trainer: CommandedProcess, group: str, ranks: int, seed: int) -> None:

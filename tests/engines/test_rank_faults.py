@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from rl_plane.errors import EngineFailed, InvalidRequest
 from tests.support.engine_kinds import Kind
 from tests.support.engine_models import Models, is_of, kind, models

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-pytest.importorskip("torch")
-
 from frontend.completions.reply_choice import Choice
 from frontend.routing.progress import GenerationProgress
 from rl_plane.errors import EngineFailed

@@ -11,9 +11,6 @@ import httpx
 import pytest
 import pytest_asyncio
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from rl_plane.client import RlClient
 from rl_plane.errors import CanaryFailed, NotAdmitted
 from rl_plane.protocol.canary import ACROSS_KINDS

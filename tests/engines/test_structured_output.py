@@ -10,18 +10,15 @@ from typing import Any
 
 import pytest
 
+from rl_plane.errors import InvalidRequest, PlaneError
+from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.structured_output import FormKind, StructuredOutput, grammar_of_choices
+from tests.support.engine_kinds import OffersMemory
 from tests.support.engine_models import LOGPROBS, Models, is_of, kind, models
-
-torch = pytest.importorskip("torch")
-
-from rl_plane.errors import InvalidRequest, PlaneError  # noqa: E402
-from rl_plane.protocol.generation import GenerateRequest  # noqa: E402
-from rl_plane.protocol.structured_output import FormKind, StructuredOutput, grammar_of_choices  # noqa: E402
-from tests.support.engine_kinds import OffersMemory  # noqa: E402
-from tests.support.engine_runs import Run, ask, run, update  # noqa: E402
-from tests.support.reference import logprobs_of  # noqa: E402
-from tests.support.shared_engine import engine, prompt_of, scratch, shared  # noqa: E402
-from worker.testing.tiny_model import VOCAB_SIZE  # noqa: E402
+from tests.support.engine_runs import Run, ask, run, update
+from tests.support.reference import logprobs_of
+from tests.support.shared_engine import engine, prompt_of, scratch, shared
+from worker.testing.tiny_model import VOCAB_SIZE
 
 __all__ = ["engine", "kind", "models", "scratch", "shared"]
 pytestmark = [

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from tests.support.otlp_receiver import collector
 from tests.support.traced_fleet import TracedFleet, check_tree, each, fresh, one
 from worker.testing.tiny_model import make_tiny_model

@@ -17,9 +17,6 @@ import httpx
 import psutil
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidWeights
 from tests.conftest import Plane, Spawned, lives

@@ -14,7 +14,6 @@ import psutil
 import pytest
 import pytest_asyncio
 
-pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.engines("vllm"),
     pytest.mark.asyncio(loop_scope="module"),

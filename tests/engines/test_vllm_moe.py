@@ -6,20 +6,13 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.support import moe_scenarios
-from tests.support.moe_fleet import client, fleet, http
-
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
-
 from rl_plane.client import RlClient
 from rl_plane.errors import CanaryFailed, NotAdmitted
-from tests.support import weight_faults
+from tests.support import moe_scenarios, weight_faults
 from tests.support.faults import StatusLog, Stream
 from tests.support.fleet_updates import all_serve, update_of
 from tests.support.moe import MOE_TOLERANCE, greedy_gap
-from tests.support.moe_fleet import HEAL_S, PROMPT, TOKENS, MoeFleet, canary_of, proven
+from tests.support.moe_fleet import HEAL_S, PROMPT, TOKENS, MoeFleet, canary_of, client, fleet, http, proven
 from worker.reconcile.numerics import NOT_SCORED
 
 __all__ = ["client", "fleet", "http"]

@@ -44,7 +44,6 @@ async def test_with_fake_workers(plane: Plane) -> None:
 @pytest.mark.slow
 @pytest.mark.parallel
 async def test_with_an_hf_worker(plane: Plane) -> None:
-    pytest.importorskip("transformers")
     from transformers import AutoTokenizer
 
     from worker.testing.tiny_model import make_witness_model, witness_next_token

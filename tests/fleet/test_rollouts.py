@@ -25,7 +25,6 @@ def keys(rollouts: list[Rollout]) -> list[Any]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("op", ["pause", "abort_requests"])
 async def test_parked_rollouts_go_on_under_the_next_weights(plane: Plane, op: str) -> None:
-    pytest.importorskip("peft")
     from tests.support import reference
     from tests.support.fleet_updates import update_of
     from tests.support.frontend_process import frontend

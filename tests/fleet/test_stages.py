@@ -315,8 +315,6 @@ async def test_a_stage_joins_a_fleet_that_stands_still(plane: Plane) -> None:
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 async def test_a_published_version_goes_to_the_engines_only(plane: Plane, transport: str) -> None:
     """This also holds for a group, which every rank of the fleet has to join."""
-    if transport == "gloo":
-        pytest.importorskip("torch")
     client = await plane.client()
     plane.spawn_copies(2)
     stage = spawn_stage(plane)

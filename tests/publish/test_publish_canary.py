@@ -9,12 +9,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from rl_plane.errors import CanaryFailed, InvalidRequest  # noqa: E402
-from rl_plane.publish import DirectorySource, ModuleSource, WeightPublisher, expected_logprobs  # noqa: E402
-from worker.testing.tiny_model import make_witness_model  # noqa: E402
+from rl_plane.errors import CanaryFailed, InvalidRequest
+from rl_plane.publish import DirectorySource, ModuleSource, WeightPublisher, expected_logprobs
+from worker.testing.tiny_model import make_witness_model
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -159,7 +159,6 @@ async def test_a_directory_goes_by_each_transport(
 async def test_options_of_the_transports_own(
     plane: Plane, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch")
     plane.spawn()
     monkeypatch.setattr("platform.node", lambda: "elsewhere")  # as the engines are
     argv = ["publish", str(plane.model(1)), "--transport", "gloo", "--nats-url", plane.url]
@@ -279,7 +278,6 @@ def test_wrong_skyrl_settings_are_named(given: dict[str, Any], field: str) -> No
 
 
 async def test_skyrl_settings_publish_and_override_a_group_that_is_there(plane: Plane) -> None:
-    pytest.importorskip("torch")
     plane.spawn()
     client = await plane.client()
     options = publisher_options(weight_sync_backend="gloo", override_existing_update_group="enable")

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from frontend.server.options import FrontendOptions
 from tests.support.frontend_here import started
 from tests.support.reference import greedy

@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from tests.support.paths import ROOT
-
-pytest.importorskip("peft")
+import torch
 
 from rl_plane.publish import AdapterSource, ExportSource, ModuleSource, WeightPublisher
 from tests.support.frontend_process import frontend
 from tests.support.hf_fleet import proven
-from tests.support.loaded_models import load, torch
+from tests.support.loaded_models import load
+from tests.support.paths import ROOT
 from worker.testing.tiny_adapter import make_witness_adapter
 from worker.testing.tiny_model import make_witness_model
 

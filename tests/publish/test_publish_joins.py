@@ -50,7 +50,6 @@ class Hasty(WeightPublisher):
 
 async def test_another_trainers_group_takes_no_update_that_is_sent(plane: Plane) -> None:
     """The second trainer waits for a while. The version that is being sent is committed."""
-    pytest.importorskip("torch")
     plane.spawn_many(2)
     how: dict[str, Any] = {"transport": "gloo", "bucket_bytes": 1500, "workers": 2}
     client, fleet = await plane.client(), await plane.fleet()
@@ -72,7 +71,6 @@ async def test_another_trainers_group_takes_no_update_that_is_sent(plane: Plane)
 
 async def test_two_trainers_form_their_groups_in_turn(plane: Plane) -> None:
     """Each trainer replaces the other's group. The other trainer forms its group anew before it sends anything."""
-    pytest.importorskip("torch")
     plane.spawn_many(2)
 
     async def publish(who: str, number: int) -> None:
@@ -144,7 +142,6 @@ async def two_serve(plane: Plane) -> bool:
 @pytest.mark.engines("nixl")
 @pytest.mark.timeout(240)
 async def test_a_version_is_pulled_from_the_trainers_tensors_and_copied_once(plane: Plane) -> None:
-    pytest.importorskip("torch")
     plane.spawn()
     client = await plane.client()
     models = [plane.model(seed) for seed in (1, 2, 3)]
@@ -189,7 +186,6 @@ async def test_a_version_is_pulled_from_the_trainers_tensors_and_copied_once(pla
 @pytest.mark.engines("nixl")
 @pytest.mark.timeout(240)
 async def test_without_a_copy_a_late_worker_heals_from_another_one(plane: Plane) -> None:
-    pytest.importorskip("torch")
     plane.spawn()
     client, fleet = await plane.client(), await plane.fleet()
 
@@ -234,7 +230,6 @@ class Joining:
 @pytest.mark.parametrize("encoding", ["full", "delta"])
 async def test_if_a_worker_joins_the_version_is_pushed_to_all_workers_again(encoding: Any, plane: Plane) -> None:
     """The publisher is a trainer that waits, or sends from its copy."""
-    pytest.importorskip("torch")
     plane.spawn()
     one = plane.model(1)
     two, source, joining = nudged(plane, one, 1), Changing(), Joining(plane)
@@ -269,7 +264,6 @@ async def test_if_a_worker_joins_the_version_is_pushed_to_all_workers_again(enco
 @pytest.mark.parametrize("kind", ["overlapped", "gathered"])
 async def test_a_source_that_may_not_be_read_again_is_not_pushed_again(kind: str, plane: Plane) -> None:
     """The source's tensors may have changed, or other ranks would have to gather again."""
-    pytest.importorskip("torch")
     plane.spawn()
     source, joining = Gathering(plane.model(1)), Joining(plane)
     source.collective = kind == "gathered"
@@ -296,7 +290,6 @@ async def test_a_worker_that_joins_before_anything_is_read_gets_the_version_too(
     kind: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One worker joins while the group forms, and another before the update is prepared."""
-    pytest.importorskip("torch")
     joining = {"init_transport": 1, "prepare_weights_update": 1}
     ask = RlClient.ask
 

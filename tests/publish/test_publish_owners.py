@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 from safetensors.torch import save_file
 
 from rl_plane.errors import EngineFailed

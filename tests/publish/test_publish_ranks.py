@@ -6,9 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 from safetensors.torch import save_file
 
 from rl_plane.publish.sources.module import ModuleSource

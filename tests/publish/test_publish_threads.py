@@ -62,7 +62,7 @@ class CurrentGpu(threading.local):
     number = 0
 
     def set_in(self, patch: pytest.MonkeyPatch) -> None:
-        cuda = pytest.importorskip("torch").cuda
+        from torch import cuda
 
         @contextlib.contextmanager
         def device(number: int) -> Iterator[None]:
@@ -140,7 +140,8 @@ def test_a_failed_gpu_is_reported_by_the_code_that_reads_tensors(monkeypatch: py
 async def test_a_trainer_without_cuda_does_not_initialise_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda = pytest.importorskip("torch").cuda
+    from torch import cuda
+
     monkeypatch.setattr(cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(cuda, "current_device", lambda: pytest.fail("it would be initialised"))
     source = Gathering(make_fake_model(tmp_path, 1))

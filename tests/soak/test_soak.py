@@ -333,7 +333,6 @@ def test_a_stream_that_takes_back_what_it_said_is_wrong() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_BOUND_S + 20)
 def test_a_minute_without_a_fault() -> None:
-    pytest.importorskip("peft")
     done = subprocess.run(
         [sys.executable, "-m", "tests.soak", "--seconds", str(SOAK_S)],
         cwd=ROOT,

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from worker.engines.base import EngineOptions
 from worker.engines.hf.adapter import HfEngine
 

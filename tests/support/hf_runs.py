@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan
 from rl_plane.protocol.versions import HostTensor, TensorSpec, WeightVersion
 from worker.engines.hf.adapter import HfEngine
 from worker.receive.weight_holder import TensorStream
 from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token
-
-torch = pytest.importorskip("torch")
 
 BOUND_S = 60.0
 """More than anything here takes on a busy machine."""

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 
 @lru_cache(maxsize=16)
 def _model(base: Path, adapter: Path | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True).eval()
     if adapter is None:
         return model

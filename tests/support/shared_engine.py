@@ -10,20 +10,17 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("peft")
-
-from tests.support.engine_kinds import Kind, OffersMemory  # noqa: E402
-from tests.support.engine_models import Models  # noqa: E402
-from tests.support.engine_runs import (  # noqa: E402
+from tests.support.engine_kinds import Kind, OffersMemory
+from tests.support.engine_models import Models
+from tests.support.engine_runs import (
     ask,
     run,
     update,
     version,
 )
-from worker.engines.base import EngineInfo  # noqa: E402
-from worker.receive.staging import model_digest  # noqa: E402
-from worker.testing.tiny_model import VOCAB_SIZE  # noqa: E402
+from worker.engines.base import EngineInfo
+from worker.receive.staging import model_digest
+from worker.testing.tiny_model import VOCAB_SIZE
 
 ENDLESS = 2000
 """More tokens than an engine makes meanwhile."""

@@ -12,9 +12,6 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch.distributed as dist
 
 from frontend.server.options import FrontendOptions

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("torch")
-
 from rl_plane._util.tasks import never
 from rl_plane.errors import Locked, Unavailable, UpdateAborted
 from rl_plane.transports.group.peer_liveness import PeerLiveness

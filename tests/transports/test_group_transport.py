@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import (
     InvalidRequest,

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 if sys.platform != "linux":
     pytest.skip("memfd_create and abstract sockets", allow_module_level=True)
 
-torch: Any = pytest.importorskip("torch")
+import torch
+
 __all__ = ["pool"]
 
 BUCKET_BYTES = 2048
@@ -280,7 +281,6 @@ def test_nothing_is_read_behind_the_end_of_what_is_given(turn: Any, given: Calla
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_an_engine_says_what_its_trainers_memory_says(plane: Plane) -> None:
-    pytest.importorskip("peft")
     from tests.support.frontend_process import frontend
     from tests.support.hf_fleet import proven
     from tests.support.loaded_models import load

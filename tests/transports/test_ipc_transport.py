@@ -619,8 +619,6 @@ LOAD = {"target": {"kind": "lora", "op": "load", "name": "a"}}
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_hf(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("peft")
     from tests.support.hf_fleet import Witnesses, chain
 
     client, witnesses = await plane.client(), Witnesses(plane)

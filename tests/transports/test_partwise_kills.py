@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 from rl_plane.errors import EngineFailed, PlaneError
 from tests.support import deaths
 from tests.support.broadcast_trainer import BroadcastTrainer, parts_of

@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from rl_plane.errors import InvalidRequest, InvalidWeights, PlaneError, UpdateAborted
 from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
 from tests.support.broadcast_updates import PARTS, Broadcasts

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 if sys.platform != "linux":
     pytest.skip("ipc needs Linux", allow_module_level=True)
 
-torch: Any = pytest.importorskip("torch")
+import torch
+
 needs_nixl = pytest.mark.engines("nixl")
 pytestmark = pytest.mark.timeout(120)
 

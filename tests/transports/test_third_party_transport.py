@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.packages import install
-from tests.support.paths import ROOT
-
-pytest.importorskip("torch")
-
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest, tensors_digest
 from rl_plane.transports.base import Delivery
 from tests.support.frontend_process import frontend
 from tests.support.hf_fleet import proven
+from tests.support.packages import install
+from tests.support.paths import ROOT
 from worker.receive.staging import DigestingStream
 from worker.testing.tiny_adapter import make_witness_adapter
 from worker.testing.tiny_model import make_witness_model

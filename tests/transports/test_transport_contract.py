@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")  # for the dtypes of a publisher
-
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import Sender, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemTransport

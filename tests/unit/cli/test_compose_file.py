@@ -10,13 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 from rl_plane.bus.server import CONFIG
 from rl_plane.cli.settings import ENV_PREFIX, SETTINGS
 from tests.support.paths import ROOT
 from tests.support.settings import command_values
-
-yaml: Any = pytest.importorskip("yaml")
 
 FLEET = {"nats", "frontend", "worker"}
 SMOKE = {"sft-file": 1, "sft-file-2w": 2}

@@ -147,7 +147,6 @@ def test_the_fake_engines_refusals(written: Callable[[str], Path]) -> None:
 
 
 def test_the_hf_engines_refusals(written: Callable[[str], Path]) -> None:
-    pytest.importorskip("torch")
     from worker.engines.hf.adapter import HfArguments
 
     file = written("num-blocks: 64")

@@ -8,19 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from rl_plane.errors import EngineFailed  # noqa: E402
-from worker.engines.common.finite_logits import check_prompt, take_out  # noqa: E402
-from worker.engines.sglang.logits import (  # noqa: E402
+from rl_plane.errors import EngineFailed
+from worker.engines.common.finite_logits import check_prompt, take_out
+from worker.engines.sglang.logits import (
     NOTE,
     Observer,
     sample_with_raw_logprobs,
     tell,
     telling,
 )
-from worker.engines.vllm.logits import RawLogits  # noqa: E402
+from worker.engines.vllm.logits import RawLogits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -10,12 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config
 
 from rl_plane._util.tasks import never
 from rl_plane.errors import InvalidWeights, Unsupported
@@ -87,6 +83,12 @@ def holder_of(
     updater = SimpleNamespace(_select_runners=lambda: [("target", runner)])
     tp_worker = SimpleNamespace(model_runner=runner)
     return SglangHolder(model, SimpleNamespace(tp_worker=tp_worker, weight_updater=updater), check)
+
+
+def save_config(directory: Path, **options: Any) -> None:
+    from transformers import Qwen3Config
+
+    Qwen3Config(**options).save_pretrained(directory)
 
 
 def loaded(holder: RankHolder, delivery: Delivery, cast: bool = False) -> dict[str, torch.Tensor]:
@@ -215,14 +217,14 @@ def test_the_embedding_has_the_name_that_the_checkpoint_gives_it(
     tmp_path: Path, names: list[str], embedding: str
 ) -> None:
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
-    Qwen3Config(tie_word_embeddings=True).save_pretrained(tmp_path)
+    save_config(tmp_path, tie_word_embeddings=True)
     assert checkpoint_spec(tmp_path, "BF16", {}).tied == {"lm_head.weight": embedding}
 
 
 def test_the_head_may_be_in_a_part_of_the_model(tmp_path: Path) -> None:
     names = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight", "mtp.lm_head.weight")
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
-    Qwen3Config(tie_word_embeddings=True).save_pretrained(tmp_path)
+    save_config(tmp_path, tie_word_embeddings=True)
     spec = checkpoint_spec(tmp_path, "BF16", {})
     assert spec.tied == dict.fromkeys(("lm_head.weight", names[1]), names[0])
     assert spec.tensors.keys() == {names[0], names[2]}
@@ -231,7 +233,7 @@ def test_the_head_may_be_in_a_part_of_the_model(tmp_path: Path) -> None:
 def spec_of(directory: Path, saved: dict[str, torch.dtype], dtype: str, engine: dict[str, str]) -> CheckpointSpec:
     directory.mkdir()
     save_file({name: torch.zeros(1, dtype=each) for name, each in saved.items()}, directory / "model.safetensors")
-    Qwen3Config().save_pretrained(directory)
+    save_config(directory)
     return checkpoint_spec(directory, dtype, engine)
 
 

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from rl_plane.errors import InvalidRequest, Unsupported  # noqa: E402
-from worker.engines.sglang.limits import ATTENTION, check_model, check_updates, lora_targets_on_cpu  # noqa: E402
+from rl_plane.errors import InvalidRequest, Unsupported
+from worker.engines.sglang.limits import ATTENTION, check_model, check_updates, lora_targets_on_cpu
 
 
 def model_of(directory: Path, **config: Any) -> Path:

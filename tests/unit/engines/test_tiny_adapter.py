@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-
-from worker.receive.staging import adapter_digest  # noqa: E402
-from worker.testing.tiny_adapter import (  # noqa: E402
+from worker.receive.staging import adapter_digest
+from worker.testing.tiny_adapter import (
     make_tiny_adapter,
     make_witness_adapter,
     witness_adapter_next_token,
 )
-from worker.testing.tiny_model import (  # noqa: E402
+from worker.testing.tiny_model import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
     make_tiny_model,
@@ -28,10 +26,11 @@ from worker.testing.tiny_model import (  # noqa: E402
 
 
 def with_adapter(model: Path, adapter: Path) -> Any:
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
-    return peft.PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False).eval()
+    return PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False).eval()
 
 
 def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:

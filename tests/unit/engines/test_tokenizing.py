@@ -18,7 +18,6 @@ from worker.engines.common.tokenizing import Tokenizing, eos_tokens, load_tokeni
 
 
 def test_only_what_the_model_can_make_ends_a_text(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     config = {"model_type": "qwen3", "vocab_size": 16, "eos_token_id": [3, 15, 16]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, -1]}))
@@ -26,7 +25,6 @@ def test_only_what_the_model_can_make_ends_a_text(tmp_path: Path) -> None:
 
 
 def test_a_model_of_text_and_images_ends_a_text_with_what_either_config_says(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     text = {"model_type": "gemma3_text", "vocab_size": 16, "eos_token_id": 1}
     config = {"model_type": "gemma3", "eos_token_id": [1, 6, 16], "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -96,7 +94,6 @@ TALK = (
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Any:
-    pytest.importorskip("torch")
     from worker.testing.tiny_model import make_tiny_model
 
     found = load_tokenizer(make_tiny_model(tmp_path / "model", seed=1))
@@ -146,7 +143,7 @@ async def test_what_a_template_refuses_is_an_invalid_request(tokenizer: Any) -> 
 
 
 def test_no_argument_of_the_tokenizers_own_is_a_templates() -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
     from transformers.utils.chat_template_utils import render_jinja_template
 
     for function in (transformers.PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):

@@ -6,9 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from worker.engines.vllm.dtypes import dtypes_of_load, watch_loads

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from worker.engines.vllm.prompt_logprobs import _ByToken  # noqa: E402
+from worker.engines.vllm.prompt_logprobs import _ByToken
 
 TOKENS, HIDDEN, RANK, VOCABULARY = 12, 8, 2, 16
 

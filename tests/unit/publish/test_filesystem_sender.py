@@ -52,7 +52,8 @@ def test_a_version_is_what_receivers_believe(tmp_path: Path) -> None:
 
 
 def test_others_read_it_too(tmp_path: Path) -> None:
-    load_file = pytest.importorskip("safetensors.torch").load_file
+    from safetensors.torch import load_file
+
     path, _ = write(FilesystemSender(tmp_path))
     loaded = load_file(path / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in loaded.items()} == {

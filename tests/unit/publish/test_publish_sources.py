@@ -11,28 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from rl_plane.errors import InvalidRequest, InvalidWeights  # noqa: E402
-from rl_plane.protocol.versions import HostTensor, TensorSpec  # noqa: E402
-from rl_plane.publish.host_copy import HostCopy  # noqa: E402
-from rl_plane.publish.sources.adapter import AdapterSource  # noqa: E402
-from rl_plane.publish.sources.base import Taken, WeightSource  # noqa: E402
-from rl_plane.publish.sources.directory import DirectorySource  # noqa: E402
-from rl_plane.publish.sources.export import ExportSource  # noqa: E402
-from rl_plane.publish.sources.module import ModuleSource, peft_base_name  # noqa: E402
-from rl_plane.publish.sources.source_choice import as_source  # noqa: E402
-from rl_plane.publish.sources.state_dict import StateDictSource  # noqa: E402
-from rl_plane.transports.packing import fill  # noqa: E402
-from rl_plane.weights.manifest import Manifest, pack  # noqa: E402
-from tests.support.paths import ROOT  # noqa: E402
-from tests.support.scripts import told_by_ranks  # noqa: E402
-from tests.support.sharded_sources import Tied, fresh, lora  # noqa: E402
-from worker.engines.fake.adapter import make_fake_model  # noqa: E402
-from worker.receive.staging import adapter_digest, model_digest  # noqa: E402
-from worker.testing.tiny_adapter import make_tiny_adapter  # noqa: E402
-from worker.testing.tiny_model import make_tiny_model  # noqa: E402
+from rl_plane.errors import InvalidRequest, InvalidWeights
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.publish.host_copy import HostCopy
+from rl_plane.publish.sources.adapter import AdapterSource
+from rl_plane.publish.sources.base import Taken, WeightSource
+from rl_plane.publish.sources.directory import DirectorySource
+from rl_plane.publish.sources.export import ExportSource
+from rl_plane.publish.sources.module import ModuleSource, peft_base_name
+from rl_plane.publish.sources.source_choice import as_source
+from rl_plane.publish.sources.state_dict import StateDictSource
+from rl_plane.transports.packing import fill
+from rl_plane.weights.manifest import Manifest, pack
+from tests.support.paths import ROOT
+from tests.support.scripts import told_by_ranks
+from tests.support.sharded_sources import Tied, fresh, lora
+from worker.engines.fake.adapter import make_fake_model
+from worker.receive.staging import adapter_digest, model_digest
+from worker.testing.tiny_adapter import make_tiny_adapter
+from worker.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

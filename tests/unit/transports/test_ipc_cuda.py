@@ -17,6 +17,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import torch
 
 import rl_plane.transports.ipc.receiver as receiving
 from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
@@ -35,7 +36,6 @@ from tests.support.ipc_memory import BOUND_S, descriptors, impostor, listening, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
-torch = pytest.importorskip("torch")
 __all__ = ["pool"]
 
 

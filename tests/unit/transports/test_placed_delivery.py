@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from frontend.dialects.sglang import shared_counts
 from frontend.dialects.sglang.shared_counts import give_back
@@ -25,8 +26,6 @@ from rl_plane.transports.ipc.placed_delivery import PlacedDelivery
 from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.transports.ipc.torch_cuda import TorchCuda
 from tests.support.host_cuda import GPUS, HostCuda, at_call
-
-torch = pytest.importorskip("torch")
 
 Make = Callable[..., NamedMemory]
 BOUND_S = 30.0

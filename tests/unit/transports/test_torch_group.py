@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 from rl_plane._util.own_address import own_address
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Unavailable, Unsupported
 from rl_plane.protocol.versions import TensorSpec

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 from rl_plane.errors import InvalidRequest
 from rl_plane.transports.group.rank_layout import Place
 from rl_plane.transports.group.torch_group import Group, import_torch

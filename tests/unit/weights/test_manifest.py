@@ -130,7 +130,8 @@ def test_a_source_that_gives_other_tensors_than_it_announced_is_refused() -> Non
 
 
 def test_torch_tensors_are_packed_bit_by_bit() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     from rl_plane.transports.packing import spec_of
 
     chance = torch.Generator().manual_seed(3)

@@ -72,7 +72,6 @@ def test_threads_that_take_memory_and_give_it_back_share_none() -> None:
 
 
 def test_a_version_is_staged_in_the_memory_of_the_one_before() -> None:
-    pytest.importorskip("torch")
     from worker.engines.common.torch_weights import host_copies
 
     spec = TensorSpec("U8", (HUGE_BYTES + 5 * 4096,))  # no other test leaves memory of this length
@@ -147,7 +146,8 @@ def test_who_stops_early_leaves_no_thread() -> None:
 
 
 def test_staged_weights_keep_what_they_own_and_copy_what_is_lent_or_askew() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     from worker.engines.common.torch_weights import host_copies
 
     spec, place = TensorSpec("F32", (2,)), host_memory(16)

@@ -14,11 +14,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-import pytest
-
-pytest.importorskip("psutil")
-
 import psutil
+import pytest
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest
 from worker.engines.base import EngineOptions
