@@ -1,0 +1,300 @@
+"""One frontend serves several components. Nothing that happens to one reaches another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest_asyncio
+
+from frontend.server.options import FrontendOptions
+from rl_plane.bus.state_store import read_frontends
+from rl_plane.protocol.subjects import Subjects
+from tests.conftest import Plane
+from tests.support.frontend_here import started
+from tests.support.frontend_process import PROMPT, ask, error_of, tokens_under
+from tests.support.metrics_pages import values
+from tests.support.streaming_client import Streaming
+from worker.receive.staging import model_digest
+
+BOUND_S = 30.0
+WAIT_S = 1.0
+"""The seconds that a request waits for a worker that is not there."""
+LONG = 3000
+"""More tokens than an engine makes while a test runs."""
+DELAY_S = 0.005
+
+
+@dataclass
+class Fleets:
+    """A policy and a reference, and one frontend that serves both."""
+
+    policy: Plane
+    reference: Plane
+    http: httpx.AsyncClient
+    rl: httpx.AsyncClient
+
+    async def steer(self, op: str, **body: Any) -> dict[str, Any]:
+        response = await self.rl.post(f"/v1/rl/{op}", json=body)
+        assert response.status_code == 200, response.text
+        reply: dict[str, Any] = response.json()
+        return reply
+
+    def stream(self, model: str, max_tokens: int = LONG) -> Streaming:
+        return Streaming(self.http, model=model, max_tokens=max_tokens, logprobs=1)
+
+    async def state(self, component: str) -> dict[str, Any]:
+        reply: dict[str, Any] = (await self.rl.get("/v1/rl/state", params={"component": component})).json()
+        return reply
+
+    async def end(self, stream: Streaming, component: str) -> None:
+        """Ends the requests of one component, and reads a stream of it to its end."""
+        await self.steer("abort_requests", component=component)
+        await stream.end()
+        assert stream.last["finish_reason"] == "abort"
+
+    async def update(self, plane: Plane, seed: int, label: str) -> str:
+        """Updates one component to the model of a seed. Returns its digest."""
+        path = plane.model(seed)
+        transport = {"backend": "filesystem", "path": str(path)}
+        component = {} if plane is self.policy else {"component": plane.component}
+        await self.steer("update_weights", transport=transport, version=label, **component)
+        return model_digest(path)
+
+
+async def ready(rl: httpx.AsyncClient, component: str) -> None:
+    reply = await rl.get("/v1/rl/ready", params={"component": component, "wait_s": BOUND_S})
+    assert reply.status_code == 200, reply.text
+
+
+@asynccontextmanager
+async def serving(policy: Plane, *others: str, **more: Any) -> AsyncIterator[tuple[httpx.AsyncClient, ...]]:
+    """A frontend's listeners: of generation, and of the facade."""
+    given = {"rl_port": 0, "http_port": 0, "admission_wait_s": WAIT_S, "also_serve": others, **more}
+    options = FrontendOptions(policy.url, policy.namespace, policy.component, **given)
+    async with (
+        started(options) as urls,
+        httpx.AsyncClient(base_url=urls["http_url"], timeout=BOUND_S) as http,
+        httpx.AsyncClient(base_url=urls["rl_url"], timeout=BOUND_S) as rl,
+    ):
+        yield http, rl
+
+
+@pytest_asyncio.fixture
+async def reference(plane: Plane) -> AsyncIterator[Plane]:
+    made = Plane(plane.url, plane.namespace, plane.tmp, "reference")
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture
+async def fleets(plane: Plane, reference: Plane) -> AsyncIterator[Fleets]:
+    plane.component = "policy"
+    plane.spawn(model=plane.model(0), token_delay_s=DELAY_S)
+    reference.spawn(model=reference.model(10), token_delay_s=DELAY_S)
+    async with serving(plane, "reference") as (http, rl):
+        for name in ("policy", "reference"):
+            await ready(rl, name)
+        yield Fleets(plane, reference, http, rl)
+
+
+def labels(reply: dict[str, Any]) -> list[tuple[str, int]]:
+    return [(one["version"], one["sequence"]) for one in reply["choices"][0]["weight_versions"]]
+
+
+async def test_a_pause_and_an_update_are_of_one_component(fleets: Fleets) -> None:
+    first = model_digest(fleets.reference.model(10))
+    async with fleets.stream("seed10") as stream:
+        await stream.until(lambda it: len(it.tokens) > 3)
+        await fleets.steer("pause", mode="keep")
+        seen = len(stream.tokens)
+        await stream.until(lambda it: len(it.tokens) > seen + 100)  # more than wait in sockets
+        paused = [(await fleets.state(name))["pause_state"] for name in ("policy", "reference")]
+        assert paused == ["paused", "running"]
+        digest = await fleets.update(fleets.policy, 1, "step_1")
+        await fleets.steer("resume")
+        reply = await ask(fleets.http, max_tokens=5, return_token_ids=True)
+        assert labels(reply) == [("step_1", 1)]
+        assert reply["choices"][0]["token_ids"] == tokens_under(digest, 0, 5)
+        await fleets.end(stream, "reference")
+        assert [(one["version"], one["sequence"]) for one in stream.spans] == [("initial", 0)]
+        assert stream.tokens == tokens_under(first, 0, len(stream.tokens))
+    # The other way around: the reference is updated under a stream of the policy.
+    async with fleets.stream("policy") as stream:
+        await stream.until(lambda it: len(it.tokens) > 3)
+        again = await fleets.update(fleets.reference, 11, "frozen_2")
+        seen = len(stream.tokens)
+        await stream.until(lambda it: len(it.tokens) > seen + 100)
+        await fleets.end(stream, "policy")
+        assert [one["version"] for one in stream.spans] == ["step_1"]
+        assert stream.tokens == tokens_under(digest, 0, len(stream.tokens))
+    reply = await ask(fleets.http, model="reference", max_tokens=5, return_token_ids=True)
+    assert (reply["model"], labels(reply)) == ("reference", [("frozen_2", 1)])
+    assert reply["choices"][0]["token_ids"] == tokens_under(again, 0, 5)
+    listed = (await fleets.http.get("/v1/models")).json()["data"]
+    assert [(row["id"], row["component"], row["weight_version"]["label"]) for row in listed] == [
+        ("seed0", "policy", "step_1"),
+        ("seed10", "reference", "frozen_2"),
+    ]
+    assert [row["weight_version"]["digest"] for row in listed] == [digest, again]
+    (own,) = (await fleets.rl.get("/v1/models")).json()[
+        "data"
+    ]  # the facade's listener is one engine for a dialect
+    assert own["id"] == "seed0"
+    error_of(await fleets.rl.post("/v1/completions", json={"prompt_token_ids": PROMPT, "model": "reference"}), 404)
+
+
+async def test_every_route_asks_the_component_of_the_model(fleets: Fleets) -> None:
+    body = {"model": "reference/seed10"}
+    digest = model_digest(fleets.reference.model(10))
+    for path, more in (
+        ("/v1/completions", {"prompt_token_ids": PROMPT, "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+        ("/v1/completions", {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1}),
+        ("/tokenize", {"prompt": "abc"}),
+        ("/detokenize", {"tokens": [70, 71]}),
+    ):
+        response = await fleets.http.post(path, json={**body, **more})
+        assert response.status_code in (200, 501), response.text
+        if "choices" in (reply := response.json()):
+            assert {one["digest"] for one in reply["choices"][0]["weight_versions"]} <= {digest}
+            assert reply["choices"][0]["instance_id"] == fleets.reference.spawned[0].instance_id
+        error = error_of(await fleets.http.post(path, json={**more, "model": "none"}), 404)
+        assert error["models"] == ["seed0", "seed10"]
+    scored = await ask(fleets.http, **body, max_tokens=1, prompt_logprobs=1)
+    assert scored["choices"][0]["instance_id"] == fleets.reference.spawned[0].instance_id
+
+
+async def test_an_abort_of_one_component_leaves_the_other_alone(fleets: Fleets) -> None:
+    async with fleets.stream("policy") as policy, fleets.stream("reference") as reference:
+        for stream in (policy, reference):
+            await stream.until(lambda it: len(it.tokens) > 3)
+        rows = (await fleets.rl.get("/v1/rl/requests")).json()["requests"]
+        assert sorted(row["component"] for row in rows) == ["policy", "reference"]
+        asked = (await fleets.rl.get("/v1/rl/requests", params={"component": "reference"})).json()
+        assert (asked["count"], asked["requests"][0]["component"]) == (1, "reference")
+        error_of_facade = await fleets.rl.get("/v1/rl/requests", params={"component": "none"})
+        assert error_of_facade.status_code == 404
+        await fleets.steer("abort_requests")
+        await policy.end()
+        assert policy.last["finish_reason"] == "abort"
+        seen = len(reference.tokens)
+        await reference.until(lambda it: len(it.tokens) > seen + 5)
+        await fleets.end(reference, "reference")
+
+
+async def test_a_component_without_a_worker_fails_its_own_requests_only(fleets: Fleets) -> None:
+    (worker,) = fleets.reference.spawned
+    async with fleets.stream("policy") as policy, fleets.stream("reference") as reference:
+        for stream in (policy, reference):
+            await stream.until(lambda it: len(it.tokens) > 3)
+        worker.kill()
+        await reference.end()
+        assert reference.error is not None
+        assert reference.error["code"] == "worker_lost"
+        seen = len(policy.tokens)
+        await policy.until(lambda it: len(it.tokens) > seen + 5)
+    for model in ("seed10", "reference", "reference/seed10"):
+        response = await fleets.http.post("/v1/completions", json={"prompt_token_ids": PROMPT, "model": model})
+        assert error_of(response, 503)["message"] == "no worker of reference is there"
+    assert len((await ask(fleets.http, max_tokens=3, return_token_ids=True))["choices"][0]["token_ids"]) == 3
+    await fleets.update(fleets.policy, 1, "step_1")
+    unknown = await fleets.http.post("/v1/completions", json={"prompt_token_ids": PROMPT, "model": "none"})
+    assert error_of(unknown, 404)["models"] == ["seed0", "seed10"]
+    assert [row["id"] for row in (await fleets.http.get("/v1/models")).json()["data"]] == ["seed0"]
+    probes: list[tuple[httpx.AsyncClient, str, dict[str, Any], int]] = [
+        (fleets.http, "/health", {}, 200),
+        (fleets.http, "/health", {"component": "policy"}, 200),
+        (fleets.http, "/health", {"component": "reference"}, 503),
+        (fleets.http, "/health", {"component": "none"}, 404),
+        (fleets.rl, "/health", {}, 200),
+        (fleets.rl, "/v1/rl/ready", {}, 200),
+        (fleets.rl, "/v1/rl/ready", {"component": "reference", "wait_s": 0}, 503),
+    ]
+    for http, path, params, status in probes:
+        assert (await http.get(path, params=params)).status_code == status, (path, params)
+    left = (await fleets.rl.get("/v1/rl/state", params={"component": "reference", "min_workers": 0})).json()[
+        "left"
+    ]
+    assert [one["instance_id"] for one in left] == [worker.instance_id]
+    fleets.reference.spawn(model=fleets.reference.model(10))
+    await ready(fleets.rl, "reference")
+    assert (await fleets.http.get("/health", params={"component": "reference"})).status_code == 200
+    assert labels(await ask(fleets.http, model="seed10", max_tokens=3)) == [("initial", 0)]
+
+
+async def test_facts_and_events_are_of_one_component(fleets: Fleets) -> None:
+    await fleets.update(fleets.reference, 11, "frozen_2")
+    await fleets.steer("pause", component="reference", lease_s=500)
+
+    async def told() -> bool:
+        page = (await fleets.rl.get("/metrics")).text
+        own, other = values(page, "policy"), values(page, "reference")
+        updates = 'rl_plane_updates_total{outcome="committed",transport="filesystem"}'
+        return (own[updates], other[updates]) == (0, 1) and (own["rl_plane_paused"], other["rl_plane_paused"]) == (
+            0,
+            1,
+        )
+
+    await fleets.policy.until(told)
+    page = (await fleets.rl.get("/metrics")).text
+    own, other = values(page, "policy"), values(page, "reference")
+    assert (own["rl_plane_committed_sequence"], other["rl_plane_committed_sequence"]) == (0, 1)
+    assert 'rl_plane_calls_total{op="update_weights",outcome="ok"}' not in own
+    assert other['rl_plane_calls_total{op="update_weights",outcome="ok"}'] == 1
+    about = (await fleets.rl.get("/v1/rl/about")).json()
+    assert (about["component"], list(about["components"])) == ("policy", ["policy", "reference"])
+    assert about["pause_left_s"] == about["components"]["policy"]["pause_left_s"] == 0
+    assert about["components"]["reference"]["pause_left_s"] > 0
+    assert about["components"]["reference"]["serving_lease"] is True
+    past: dict[str, Any] = {"since_s": 600, "follow": "false"}
+    for component, changes in ((None, 0), ("reference", 1)):
+        params = past if component is None else {**past, "component": component}
+        text = (await fleets.rl.get("/v1/rl/events", params=params)).text
+        data = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+        assert sum(one.get("change") == "committed" for one in data) == changes, component
+        assert sum(one.get("op") == "pause" for one in data) == changes, component
+    assert (await fleets.rl.get("/v1/rl/events", params={"component": "none"})).status_code == 404
+    # A service asks the component's own subject, and this frontend answers.
+    client = await fleets.reference.client()
+    subject = Subjects(fleets.policy.namespace, "reference").fleet
+    message = await client.bus.nc.request(subject, b'{"op": "weight_version"}', timeout=BOUND_S)
+    assert json.loads(message.data)["body"]["version"]["label"] == "frozen_2"
+
+
+async def test_an_ambiguous_name_is_refused(plane: Plane, reference: Plane) -> None:
+    plane.spawn(model=plane.model(0))
+    reference.spawn(model=plane.model(0))
+    async with serving(plane, "reference", "later") as (http, rl):
+        for name in ("engine", "reference"):
+            await ready(rl, name)
+        ids = [row["id"] for row in (await http.get("/v1/models")).json()["data"]]
+        assert ids == ["engine/seed0", "reference/seed0"]
+        response = await http.post("/v1/completions", json={"prompt_token_ids": PROMPT, "model": "seed0"})
+        error = error_of(response, 400)
+        assert (error["field"], error["models"]) == ("model", ids)
+        for model, worker in (
+            (None, plane.spawned[0]),
+            ("engine", plane.spawned[0]),
+            ("engine/seed0", plane.spawned[0]),
+            ("reference", reference.spawned[0]),
+            ("reference/seed0", reference.spawned[0]),
+        ):
+            reply = await ask(http, max_tokens=2, **({} if model is None else {"model": model}))
+            assert reply["choices"][0]["instance_id"] == worker.instance_id, model
+        # A dialect's client steers the own component on the other port, and generates with it.
+        assert (await ask(rl, model="seed0", max_tokens=2))["choices"][0]["instance_id"] == plane.spawned[
+            0
+        ].instance_id
+        # A component that has had no worker may serve any model.
+        for model in ("later", "later/x", "x"):
+            response = await http.post("/v1/completions", json={"prompt_token_ids": PROMPT, "model": model})
+            assert "later" in error_of(response, 503)["message"]
+        client = await plane.client()
+        other = Subjects(plane.namespace, "reference").state
+        assert len(await read_frontends(client.bus, other)) == 1
+    assert await read_frontends(client.bus, other) == []
