@@ -517,6 +517,14 @@ def for_child(values: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[li
     return argv, env
 
 
+def only_component(values: Mapping[str, Any]) -> str | None:
+    """The one component that a command names. None: it names none, and means the frontend's own."""
+    names = values.get("components") or ()
+    if len(names) > 1:
+        raise BadSetting("several components are given", field="--component", fix="name one, call by call")
+    return names[0] if names else None
+
+
 def pairs(texts: Iterable[str]) -> dict[str, str]:
     """`key=value` texts as a dict."""
     return dict(text.split("=", 1) for text in texts)

@@ -4,84 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest_asyncio
 
-from frontend.server.options import FrontendOptions
 from rl_plane.bus.state_store import read_frontends
 from rl_plane.protocol.subjects import Subjects
 from tests.conftest import Plane
-from tests.support.frontend_here import started
+from tests.support.component_fleets import BOUND_S, Fleets, labels, ready, serving
 from tests.support.frontend_process import PROMPT, ask, error_of, tokens_under
 from tests.support.metrics_pages import values
-from tests.support.streaming_client import Streaming
 from worker.receive.staging import model_digest
 
-BOUND_S = 30.0
-WAIT_S = 1.0
-"""The seconds that a request waits for a worker that is not there."""
-LONG = 3000
-"""More tokens than an engine makes while a test runs."""
 DELAY_S = 0.005
-
-
-@dataclass
-class Fleets:
-    """A policy and a reference, and one frontend that serves both."""
-
-    policy: Plane
-    reference: Plane
-    http: httpx.AsyncClient
-    rl: httpx.AsyncClient
-
-    async def steer(self, op: str, **body: Any) -> dict[str, Any]:
-        response = await self.rl.post(f"/v1/rl/{op}", json=body)
-        assert response.status_code == 200, response.text
-        reply: dict[str, Any] = response.json()
-        return reply
-
-    def stream(self, model: str, max_tokens: int = LONG) -> Streaming:
-        return Streaming(self.http, model=model, max_tokens=max_tokens, logprobs=1)
-
-    async def state(self, component: str) -> dict[str, Any]:
-        reply: dict[str, Any] = (await self.rl.get("/v1/rl/state", params={"component": component})).json()
-        return reply
-
-    async def end(self, stream: Streaming, component: str) -> None:
-        """Ends the requests of one component, and reads a stream of it to its end."""
-        await self.steer("abort_requests", component=component)
-        await stream.end()
-        assert stream.last["finish_reason"] == "abort"
-
-    async def update(self, plane: Plane, seed: int, label: str) -> str:
-        """Updates one component to the model of a seed. Returns its digest."""
-        path = plane.model(seed)
-        transport = {"backend": "filesystem", "path": str(path)}
-        component = {} if plane is self.policy else {"component": plane.component}
-        await self.steer("update_weights", transport=transport, version=label, **component)
-        return model_digest(path)
-
-
-async def ready(rl: httpx.AsyncClient, component: str) -> None:
-    reply = await rl.get("/v1/rl/ready", params={"component": component, "wait_s": BOUND_S})
-    assert reply.status_code == 200, reply.text
-
-
-@asynccontextmanager
-async def serving(policy: Plane, *others: str, **more: Any) -> AsyncIterator[tuple[httpx.AsyncClient, ...]]:
-    """A frontend's listeners: of generation, and of the facade."""
-    given = {"rl_port": 0, "http_port": 0, "admission_wait_s": WAIT_S, "also_serve": others, **more}
-    options = FrontendOptions(policy.url, policy.namespace, policy.component, **given)
-    async with (
-        started(options) as urls,
-        httpx.AsyncClient(base_url=urls["http_url"], timeout=BOUND_S) as http,
-        httpx.AsyncClient(base_url=urls["rl_url"], timeout=BOUND_S) as rl,
-    ):
-        yield http, rl
 
 
 @pytest_asyncio.fixture
@@ -102,10 +38,6 @@ async def fleets(plane: Plane, reference: Plane) -> AsyncIterator[Fleets]:
         yield Fleets(plane, reference, http, rl)
 
 
-def labels(reply: dict[str, Any]) -> list[tuple[str, int]]:
-    return [(one["version"], one["sequence"]) for one in reply["choices"][0]["weight_versions"]]
-
-
 async def test_a_pause_and_an_update_are_of_one_component(fleets: Fleets) -> None:
     first = model_digest(fleets.reference.model(10))
     async with fleets.stream("seed10") as stream:
@@ -115,7 +47,7 @@ async def test_a_pause_and_an_update_are_of_one_component(fleets: Fleets) -> Non
         await stream.until(lambda it: len(it.tokens) > seen + 100)  # more than wait in sockets
         paused = [(await fleets.state(name))["pause_state"] for name in ("policy", "reference")]
         assert paused == ["paused", "running"]
-        digest = await fleets.update(fleets.policy, 1, "step_1")
+        digest = await fleets.update(fleets.policy, fleets.policy.model(1), "step_1")
         await fleets.steer("resume")
         reply = await ask(fleets.http, max_tokens=5, return_token_ids=True)
         assert labels(reply) == [("step_1", 1)]
@@ -126,7 +58,7 @@ async def test_a_pause_and_an_update_are_of_one_component(fleets: Fleets) -> Non
     # The other way around: the reference is updated under a stream of the policy.
     async with fleets.stream("policy") as stream:
         await stream.until(lambda it: len(it.tokens) > 3)
-        again = await fleets.update(fleets.reference, 11, "frozen_2")
+        again = await fleets.update(fleets.reference, fleets.reference.model(11), "frozen_2")
         seen = len(stream.tokens)
         await stream.until(lambda it: len(it.tokens) > seen + 100)
         await fleets.end(stream, "policy")
@@ -202,7 +134,7 @@ async def test_a_component_without_a_worker_fails_its_own_requests_only(fleets: 
         response = await fleets.http.post("/v1/completions", json={"prompt_token_ids": PROMPT, "model": model})
         assert error_of(response, 503)["message"] == "no worker of reference is there"
     assert len((await ask(fleets.http, max_tokens=3, return_token_ids=True))["choices"][0]["token_ids"]) == 3
-    await fleets.update(fleets.policy, 1, "step_1")
+    await fleets.update(fleets.policy, fleets.policy.model(1), "step_1")
     unknown = await fleets.http.post("/v1/completions", json={"prompt_token_ids": PROMPT, "model": "none"})
     assert error_of(unknown, 404)["models"] == ["seed0", "seed10"]
     assert [row["id"] for row in (await fleets.http.get("/v1/models")).json()["data"]] == ["seed0"]
@@ -228,7 +160,7 @@ async def test_a_component_without_a_worker_fails_its_own_requests_only(fleets: 
 
 
 async def test_facts_and_events_are_of_one_component(fleets: Fleets) -> None:
-    await fleets.update(fleets.reference, 11, "frozen_2")
+    await fleets.update(fleets.reference, fleets.reference.model(11), "frozen_2")
     await fleets.steer("pause", component="reference", lease_s=500)
 
     async def told() -> bool:

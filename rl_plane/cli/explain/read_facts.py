@@ -11,12 +11,12 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoResult
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlencode
 
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
 from rl_plane.cli.explain.wording import GONE, STOPPED, process_of
 from rl_plane.cli.keys import credentials
-from rl_plane.cli.output import BadSetting
-from rl_plane.cli.settings import Command
+from rl_plane.cli.settings import Command, only_component
 from rl_plane.cli.steer import over_nats
 from rl_plane.errors import DeadlineExceeded, PermissionDenied, PlaneError, Unauthorized, Unavailable
 from rl_plane.fleet.http_client import call_facade, call_json, read_events
@@ -75,10 +75,8 @@ def read_facts(given: Command, *, past: bool = True, request_id: str | None = No
 
 def one_component(given: Command) -> dict[str, Any]:
     """The body's field for the one component that the command names. Empty: the frontend's own."""
-    names = given.values.get("components") or ()
-    if len(names) > 1:
-        raise BadSetting("several components are given", field="--component", fix="name one, call by call")
-    return {"component": list(names)} if names else {}
+    name = only_component(given.values)
+    return {"component": [name]} if name is not None else {}
 
 
 def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past: bool) -> dict[str, Any]:
@@ -95,15 +93,19 @@ def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past
         "updates": op("updates", limit=MAX_UPDATES if past else 1),  # they also show whether the store answers
     }
     if past:
-        parts["events"] = lambda: [(kind, data) for _, kind, data in read_events(url, key, PAST_S, None, False)]
-        parts["requests"] = lambda: call_json(f"{base}/requests", None, key, timeout_s)
+        name = only_component(values)
+        of = "" if name is None else "?" + urlencode({"component": name})
+        parts["events"] = lambda: [
+            (kind, data) for _, kind, data in read_events(url, key, PAST_S, None, False, name)
+        ]
+        parts["requests"] = lambda: call_json(f"{base}/requests{of}", None, key, timeout_s)
     # The frontend answers this from its memory, so an error means that it does not answer at all, or refuses the key.
     try:
         about = _within(timeout_s, lambda: call_json(f"{base}/about", None, key, timeout_s))
     except PlaneError as error:
         _raise_unreachable(error, base.removesuffix("/v1/rl"))
     found, errors = _side_by_side(parts, timeout_s if about["nats"]["connected"] else min(timeout_s, LOST_S))
-    found["about"] = about
+    found["about"] = {**about, **about.get("components", {}).get(only_component(values), {})}
     return _facts(found, errors, f"the frontend at {base.removesuffix('/v1/rl')}")
 
 
