@@ -141,7 +141,9 @@ class Generation:
     def _places(self, count: int) -> Iterator[None]:
         self.check_stays()
         if self.in_flight + count > self.limits.choices:
-            raise Overloaded(f"{self.in_flight} choices are under way in this frontend", retry_after_s=1.0)
+            raise Overloaded(
+                f"{self.in_flight} choices of {self.component} are under way in this frontend", retry_after_s=1.0
+            )
         self.in_flight += count
         self._idle.clear()
         try:

@@ -108,6 +108,7 @@ function takeAbout(reply) {
   const here = asked ?? reply.component;
   facts.about = { ...reply, ...reply.components[here] };
   const others = names.filter((name) => name !== here).map((name) => ({ key: name, name }));
+  if (!registered.size) setText(byId("place"), here);
   sync(byId("components"), others, ({ name }) => make("a", { href: `/?component=${encodeURIComponent(name)}` }, name));
 }
 

@@ -97,6 +97,16 @@ async def test_every_route_asks_the_component_of_the_model(fleets: Fleets) -> No
             assert reply["choices"][0]["instance_id"] == fleets.reference.spawned[0].instance_id
         error = error_of(await fleets.http.post(path, json={**more, "model": "none"}), 404)
         assert error["models"] == ["seed0", "seed10"]
+    native: list[tuple[str, str, dict[str, Any]]] = [
+        ("/inference/v1/generate", "model", {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}),
+        ("/generate", "lora_path", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}),
+    ]
+    for path, field, asked in native:
+        for name, made_by in (("reference", digest), ("policy", model_digest(fleets.policy.model(0)))):
+            response = await fleets.http.post(path, json={**asked, field: name})
+            assert response.status_code == 200, response.text
+            assert f'"digest":"{made_by}"' in response.text
+        assert (await fleets.http.post(path, json={**asked, field: "none"})).status_code == 404
     scored = await ask(fleets.http, **body, max_tokens=1, prompt_logprobs=1)
     assert scored["choices"][0]["instance_id"] == fleets.reference.spawned[0].instance_id
 
@@ -191,6 +201,9 @@ async def test_facts_and_events_are_of_one_component(fleets: Fleets) -> None:
         assert sum(one.get("change") == "committed" for one in data) == changes, component
         assert sum(one.get("op") == "pause" for one in data) == changes, component
     assert (await fleets.rl.get("/v1/rl/events", params={"component": "none"})).status_code == 404
+    for component, has_url in (("policy", True), ("reference", False)):
+        (row,) = (await fleets.rl.get("/v1/rl/workers", params={"component": component})).json()["workers"]
+        assert (row["component"], "request_plane_url" in row) == (component, has_url)
     # A service asks the component's own subject, and this frontend answers.
     client = await fleets.reference.client()
     subject = Subjects(fleets.policy.namespace, "reference").fleet
