@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import pytest
 import pytest_asyncio
 
 from rl_plane.bus.state_store import read_frontends
+from rl_plane.cli import main
 from rl_plane.protocol.subjects import Subjects
 from tests.conftest import Plane
 from tests.support.component_fleets import BOUND_S, Fleets, labels, ready, serving
@@ -209,6 +212,27 @@ async def test_facts_and_events_are_of_one_component(fleets: Fleets) -> None:
     subject = Subjects(fleets.policy.namespace, "reference").fleet
     message = await client.bus.nc.request(subject, b'{"op": "weight_version"}', timeout=BOUND_S)
     assert json.loads(message.data)["body"]["version"]["label"] == "frozen_2"
+
+
+async def test_the_command_line_shows_one_component(fleets: Fleets, capsys: pytest.CaptureFixture[str]) -> None:
+    await fleets.update(fleets.reference, fleets.reference.model(11), "frozen_2")
+    (worker,) = fleets.reference.spawned
+
+    async def shown(*argv: str) -> str:
+        assert await asyncio.to_thread(main.run, [*argv, "--url", str(fleets.rl.base_url)]) == 0
+        return capsys.readouterr().out
+
+    of = ("--component", "reference")
+    for argv in (["top", "--once"], ["events"], ["updates"], ["workers"]):
+        assert "frozen_2" in await shown(*argv, *of), argv
+        assert "frozen_2" not in await shown(*argv), argv
+    async with fleets.stream("reference") as stream:
+        await stream.until(lambda it: len(it.tokens) > 3)
+        (row,) = (await fleets.rl.get("/v1/rl/requests")).json()["requests"]
+        text = await shown("explain", row["id"], *of)
+        assert worker.instance_id in text
+        assert await asyncio.to_thread(main.run, ["explain", row["id"], "--url", str(fleets.rl.base_url)]) == 1
+        assert "of another component: --component" in capsys.readouterr().err
 
 
 async def test_an_ambiguous_name_is_refused(plane: Plane, reference: Plane) -> None:

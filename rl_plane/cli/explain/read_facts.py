@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoResult
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import urlencode
 
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
 from rl_plane.cli.explain.wording import GONE, STOPPED, process_of
@@ -92,20 +91,23 @@ def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past
         "workers": op("workers", min_workers=0),
         "updates": op("updates", limit=MAX_UPDATES if past else 1),  # they also show whether the store answers
     }
+    name = only_component(values)
     if past:
-        name = only_component(values)
-        of = "" if name is None else "?" + urlencode({"component": name})
         parts["events"] = lambda: [
             (kind, data) for _, kind, data in read_events(url, key, PAST_S, None, False, name)
         ]
-        parts["requests"] = lambda: call_json(f"{base}/requests{of}", None, key, timeout_s)
+        parts["requests"] = lambda: call_json(f"{base}/requests", None, key, timeout_s)
     # The frontend answers this from its memory, so an error means that it does not answer at all, or refuses the key.
     try:
         about = _within(timeout_s, lambda: call_json(f"{base}/about", None, key, timeout_s))
     except PlaneError as error:
         _raise_unreachable(error, base.removesuffix("/v1/rl"))
     found, errors = _side_by_side(parts, timeout_s if about["nats"]["connected"] else min(timeout_s, LOST_S))
-    found["about"] = {**about, **about.get("components", {}).get(only_component(values), {})}
+    shown = name or about.get("component")
+    found["about"] = {**about, **about.get("components", {}).get(shown, {})}
+    if "requests" in found:
+        rows = found["requests"]["requests"]
+        found["requests"]["requests"] = [row for row in rows if row.get("component", shown) == shown]
     return _facts(found, errors, f"the frontend at {base.removesuffix('/v1/rl')}")
 
 
