@@ -8,6 +8,7 @@ import pytest
 
 from frontend.completions.served_models import ServedModels
 from frontend.components.model_choice import ComponentModels, component_of, listed_name
+from frontend.server.options import MAX_COMPONENTS, FrontendOptions
 from rl_plane.errors import InvalidRequest, NotFound, NoWorkers
 from rl_plane.membership.core import Member
 from rl_plane.protocol.record import CommittedAdapter, VersionSource, first_record
@@ -124,3 +125,17 @@ def test_an_adapter_that_is_called_as_its_component_is_still_the_adapter() -> No
     served = models("tiny", adapters=("policy",))
     assert served.adapter_of("policy") == served.adapter_of("policy/policy") == "policy"
     assert served.adapter_of("tiny") is None
+
+
+# ---- the options ----
+
+
+@pytest.mark.parametrize(
+    "names", [("engine",), ("a", "a"), ("a b",), ("",), tuple(f"c{number}" for number in range(MAX_COMPONENTS))]
+)
+def test_the_components_beside_the_own_one_are_checked(names: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        FrontendOptions(also_serve=names)
+    assert caught.value.facts["field"] == "also_serve"
+    assert caught.value.facts["fix"]
+    assert FrontendOptions(also_serve=("a", "b")).also_serve == ("a", "b")
