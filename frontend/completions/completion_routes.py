@@ -24,7 +24,7 @@ from frontend.server.api import ANY_KEY, Api, Endpoint, Operation
 from frontend.server.bodies import read_json
 from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.replies import json_response
-from rl_plane.errors import InvalidRequest, Unsupported
+from rl_plane.errors import InvalidRequest, NotFound, Unsupported
 
 HEALTH = "/health"
 CALLER_ID = "x-request-id"
@@ -88,6 +88,8 @@ def add_generation_routes(api: Api, components: ComponentChooser, *, as_engine: 
 
     async def health(request: Request) -> Response:
         name = request.query_params.get("component")
+        if name is not None and name not in components.names:  # callers without a key learn no names
+            raise NotFound("it is not served here", field="component", fix="GET /v1/models lists the components")
         generation = components.named(name).generation
         generation.check_stays()
         if as_engine or name is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -13,6 +13,7 @@ from frontend.completions.caller_ids import CallerIds
 from frontend.completions.plans import Plan
 from frontend.completions.served_models import ServedModels, names_of
 from frontend.completions.token_timings import TokenTimings
+from frontend.components.model_choice import ComponentModels
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.records.rollout_record import RolloutRecord
 from frontend.routing.committed import Committed
@@ -81,11 +82,11 @@ class Generation:
     def list_models(self) -> dict[str, Any]:
         return self.models.listed(self._created, self._view.record)
 
-    @property
-    def known_models(self) -> Collection[str]:
-        """The names of the models and adapters. While no worker is there, those of the last one."""
-        models = self.models
-        return models.all if len(self._view.snapshot()) else {*self._last_names, *models.adapters}
+    def known_models(self) -> ComponentModels:
+        """The names by which a request may choose this component."""
+        models, is_there = self.models, len(self._view.snapshot()) > 0
+        names = models.all if is_there else (*self._last_names, *models.adapters)
+        return ComponentModels(self.component, names, is_there or bool(self._last_names))
 
     @property
     def models(self) -> ServedModels:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from frontend.components.model_choice import ComponentModels, component_of, listed_name
@@ -20,6 +20,10 @@ class ComponentChooser:
     def __init__(self, components: Sequence[ServedComponent]) -> None:
         self.own = components[0]
         self._by_name = {one.name: one for one in components}
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._by_name.keys()
 
     async def choose(self, model: str | None) -> ServedComponent:
         """The component that answers a request with this `model`. Each route that reads `model` calls this.
@@ -57,10 +61,10 @@ class ComponentChooser:
         for name, one in self._by_name.items():
             for row in one.generation.list_models()["data"]:
                 for key in ("id", "parent"):
-                    if row[key] is not None:
+                    if row[key]:
                         row[key] = listed_name(name, row[key], served)
                 rows.append(row)
         return {"object": "list", "data": rows}
 
     def _models(self) -> list[ComponentModels]:
-        return [ComponentModels(name, one.generation.known_models) for name, one in self._by_name.items()]
+        return [one.generation.known_models() for one in self._by_name.values()]

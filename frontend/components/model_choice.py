@@ -25,7 +25,9 @@ class ComponentModels:
 
     component: str
     names: Collection[str]
-    """The component without a worker has the names of its last one. Empty: it has had no worker yet."""
+    """While no worker is there: those of the last one."""
+    is_known: bool = True
+    """False: the component has had no worker yet, so its names are not known."""
 
     def qualified(self, name: str) -> str:
         """The name by which a request always means this component's model."""
@@ -73,7 +75,7 @@ def listed_name(component: str, name: str, served: Sequence[ComponentModels]) ->
 def _unknown(asked: str, served: Sequence[ComponentModels]) -> NotFound | NoWorkers:
     names = [listed_name(one.component, name, served) for one in served for name in one.names]
     there = f"there is {', '.join(names) or 'none'}"
-    if empty := [one.component for one in served if not one.names]:
+    if empty := [one.component for one in served if not one.is_known]:
         return NoWorkers(
             f"no component serves a model {asked[:200]!r}: {there}. {', '.join(empty)} has had no worker yet, "
             "so its models are not known",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from frontend.completions.served_models import ServedModels
+from frontend.components.component_chooser import ComponentChooser
 from frontend.components.model_choice import ComponentModels, component_of, listed_name
 from frontend.server.options import MAX_COMPONENTS, FrontendOptions
 from rl_plane.errors import InvalidRequest, NotFound, NoWorkers
@@ -63,13 +65,14 @@ def test_an_unknown_model_lists_what_is_there() -> None:
 
 
 def test_a_model_may_be_one_of_a_component_without_a_first_worker() -> None:
-    served = [*SERVED[:1], ComponentModels("later", ())]
+    served = [*SERVED[:1], ComponentModels("later", ("adapter",), is_known=False)]
     assert component_of("math", served) == "policy"
     assert component_of("later", served) == component_of("later/any", served) == "later"
+    assert component_of("adapter", served) == "later"  # the record names it
     with pytest.raises(NoWorkers, match="later has had no worker yet") as caught:
         component_of("any", served)
     assert caught.value.http_status == 503
-    assert caught.value.facts["models"] == ["tiny", "math"]
+    assert caught.value.facts["models"] == ["tiny", "math", "adapter"]
 
 
 def test_each_listed_name_means_its_model() -> None:
@@ -78,6 +81,61 @@ def test_each_listed_name_means_its_model() -> None:
             listed = listed_name(one.component, name, SERVED)
             assert component_of(listed, SERVED) == one.component
             assert listed in (name, f"{one.component}/{name}")
+
+
+class Beside:
+    """A served component: its models, and those that it has after a read of the record."""
+
+    def __init__(self, name: str, models: tuple[str, ...], read: tuple[str, ...] | None = None) -> None:
+        self.name, self.generation, self.committed, self.reads = name, self, self, 0
+        self._models, self._read = models, read
+
+    def known_models(self) -> ComponentModels:
+        return ComponentModels(self.name, self._models)
+
+    def list_models(self) -> dict[str, Any]:
+        """The first model is the base. It is empty while no worker is there: then there are adapters alone."""
+        base, *adapters = self._models
+        rows: list[dict[str, str | None]] = [{"id": base, "parent": None}] if base else []
+        return {"data": [*rows, *({"id": name, "parent": base} for name in adapters)]}
+
+    async def try_read(self) -> None:
+        self.reads += 1
+        self._models = self._read if self._read is not None else self._models
+
+
+def chooser(*components: Beside) -> ComponentChooser:
+    return ComponentChooser(components)  # type: ignore[arg-type]
+
+
+async def test_an_adapter_that_was_loaded_just_now_is_found() -> None:
+    policy, reference = Beside("policy", ("tiny",)), Beside("reference", ("tiny",), read=("tiny", "new"))
+    found = chooser(policy, reference)
+    assert (await found.choose("policy")).name == (await found.choose(None)).name == "policy"
+    assert reference.reads == 0
+    assert (await found.choose("new")).name == "reference"
+    with pytest.raises(NotFound):
+        await found.choose("none")
+    with pytest.raises(InvalidRequest):
+        await found.choose("tiny")
+    assert (policy.reads, reference.reads) == (2, 2)
+    assert found.named(None).name == "policy"
+    assert found.named("reference").name == "reference"
+    with pytest.raises(NotFound, match="served here"):
+        found.named("judge")
+
+
+async def test_a_listener_of_one_component_leaves_every_name_to_it() -> None:
+    alone = Beside("policy", ("tiny",))
+    assert (await chooser(alone).choose("none")).name == "policy"
+    assert alone.reads == 0
+
+
+def test_every_listed_row_names_models_that_requests_may_name() -> None:
+    rows = chooser(Beside("policy", ("tiny", "math")), Beside("reference", ("tiny",)), Beside("dead", ("", "x")))
+    assert [(row["id"], row["parent"]) for row in rows.list_models()["data"]] == [
+        ("policy/tiny", None), ("math", "policy/tiny"), ("reference/tiny", None), ("x", ""),
+    ]  # fmt: skip
 
 
 # ---- the models of one component ----
