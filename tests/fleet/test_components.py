@@ -11,11 +11,18 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from frontend.completions.call import GenerationCall
+from frontend.completions.completion_routes import OPENAI
+from frontend.completions.plans import plan_completion
+from frontend.components.served_component import ServedComponent
+from frontend.main import Frontend
+from frontend.server.options import FrontendOptions
 from rl_plane.bus.state_store import read_frontends
 from rl_plane.cli import main
+from rl_plane.errors import Unavailable
 from rl_plane.protocol.subjects import Subjects
 from tests.conftest import Plane
-from tests.support.component_fleets import BOUND_S, Fleets, labels, ready, serving
+from tests.support.component_fleets import BOUND_S, LONG, Fleets, labels, ready, serving
 from tests.support.frontend_process import PROMPT, ask, error_of, tokens_under
 from tests.support.metrics_pages import values
 from worker.receive.staging import model_digest
@@ -212,6 +219,41 @@ async def test_facts_and_events_are_of_one_component(fleets: Fleets) -> None:
     subject = Subjects(fleets.policy.namespace, "reference").fleet
     message = await client.bus.nc.request(subject, b'{"op": "weight_version"}', timeout=BOUND_S)
     assert json.loads(message.data)["body"]["version"]["label"] == "frozen_2"
+
+
+async def test_a_demand_means_the_versions_of_the_component(fleets: Fleets) -> None:
+    await fleets.update(fleets.reference, fleets.reference.model(11), "frozen_2")
+    for demand in ({"min_version": "frozen_2"}, {"min_version": 1}):
+        body = {"prompt_token_ids": PROMPT, "max_tokens": 2, "on_stale": "refuse", **demand}
+        assert labels(await ask(fleets.http, **body, model="reference")) == [("frozen_2", 1)]
+        unmet = await fleets.http.post("/v1/completions", json={**body, "model": "policy"})
+        assert error_of(unmet, 503)["code"] == "demand_unmet"
+
+
+async def test_a_frontend_that_ends_drains_every_component(plane: Plane, reference: Plane) -> None:
+    for one in (plane, reference):
+        one.spawn(token_delay_s=DELAY_S)
+    options = FrontendOptions(plane.url, plane.namespace, plane.component, also_serve=("reference",))
+    async with Frontend.running(options) as frontend:
+        for component in frontend.components:
+            await plane.until(component.status.admitted)
+        begun = [asyncio.Event() for _ in frontend.components]
+
+        async def run(component: ServedComponent, has_token: asyncio.Event) -> None:
+            body = {"prompt_token_ids": PROMPT, "max_tokens": LONG}
+            call = GenerationCall(component.generation, plan_completion(body, component.name), OPENAI)
+            async for _ in call.stream():
+                has_token.set()
+
+        runs = [asyncio.create_task(run(*pair)) for pair in zip(frontend.components, begun, strict=True)]
+        for has_token in begun:
+            await asyncio.wait_for(has_token.wait(), BOUND_S)
+        await frontend.drain(0.01)
+        await asyncio.wait_for(asyncio.gather(*runs), BOUND_S)  # each stream ends with an error of its own
+        for component in frontend.components:
+            assert component.generation.outcomes == {"frontend_ending": 1}
+            with pytest.raises(Unavailable):
+                await component.generation.check_model(None)
 
 
 async def test_the_command_line_shows_one_component(fleets: Fleets, capsys: pytest.CaptureFixture[str]) -> None:
