@@ -28,7 +28,8 @@ class FrontendLimits:
     sessions: int = 65_536
     """The number of sessions that the router remembers, the latest ones: about 20 MB."""
     choices: int = 4096
-    """Choices under way in one frontend; a worker takes no more streams than that either."""
+    """Choices under way in one frontend for one component, so that requests for one model never crowd out those for
+    another. A worker takes no more streams than that either."""
     lease_key_ttl_s: int = 15
     """Three leases. A frontend that may still route stays listed, and one or two updates wait for a frontend that is
     gone."""

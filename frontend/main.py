@@ -17,28 +17,16 @@ from starlette.applications import Starlette
 
 from frontend.completions.completion_routes import add_generation_routes
 from frontend.completions.openai_replies import openai_error
-from frontend.completions.service import Generation
-from frontend.completions.tokens import Tokens
+from frontend.components.component_chooser import ComponentChooser
+from frontend.components.served_component import ServedComponent, stop_all
 from frontend.dashboard import add_dashboard
 from frontend.dialects import mount_dialects
 from frontend.dialects.common.context import DialectCalls, DialectContext
 from frontend.dialects.common.dynamo_discovery import with_discovery
 from frontend.dialects.common.fleet_as_one import dialect_error
-from frontend.facade.events import FleetEvents
 from frontend.facade.facade_routes import add_facade_routes, add_own_routes
-from frontend.facade.nats_service import FleetService
-from frontend.facade.op_runner import OpRunner
-from frontend.facade.starting_workers import StartingWorkers
-from frontend.facade.update_recovery import UpdateRecovery
-from frontend.metrics.frontend_metrics import FleetFacts, FrontendMetrics, GenerationFacts
-from frontend.metrics.lock_and_pause import LockAndPause
+from frontend.metrics.frontend_metrics import FrontendFacts, FrontendMetrics
 from frontend.records.record_writer import RecordWriter
-from frontend.routing.committed import Committed
-from frontend.routing.departures import Departures
-from frontend.routing.engine_client import EngineClient
-from frontend.routing.engine_facts import EngineFacts
-from frontend.routing.fleet_status import FleetStatus
-from frontend.routing.routing_lease import FrontendLease
 from frontend.server.api import Api
 from frontend.server.listener_keys import KeyFile, Keys
 from frontend.server.listeners import GRACE_S, Certificate, Server, bind, url_of
@@ -49,10 +37,10 @@ from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import SERVICE_CONNECT_S
 from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.client import RlClient
-from rl_plane.fleet.fleet import Fleet
 from rl_plane.fleet.fleet_call import CALLED_FROM
 from rl_plane.membership.view import MembershipView
 from rl_plane.membership.worker_calls import BusConnector
+from rl_plane.protocol.fleet_reply_types import LeftWorker, StartingWorker
 from rl_plane.protocol.http_keys import Caller, Role
 
 log = logging.getLogger("frontend")
@@ -67,44 +55,33 @@ OnReady = Callable[[dict[str, Any]], None]
 class Frontend:
     """All parts of the process but the listeners. `running` starts and stops them."""
 
-    def __init__(self, client: RlClient, view: MembershipView, options: FrontendOptions, frontend_id: str) -> None:
-        self.client = client
-        self.view = view
-        self.delivers_tokens = options.http_port is not None or options.speaks
-        """Whether this frontend delivers tokens. Updates do not wait for a frontend that does not."""
-        self.part_timeout_s = options.part_timeout_s
-        self.status = FleetStatus(client, view)
-        self.metrics = FrontendMetrics(self, options.dialects if options.speaks else ())
-        self.departures = Departures(view, self.status)
-        self.starting = StartingWorkers(client.bus, view)
-        self.lock_and_pause = LockAndPause(client.bus, view.subjects.state)
-        self.events = FleetEvents(view, self.status, frontend_id, options.limits)
-        self.events.on_ended = self.metrics.updates.on_ended
-        self.committed = Committed(view)
-        self.lease = FrontendLease(view, frontend_id, options.limits)
-        self.receiver = StreamReceiver(client.bus)
-        self.engines = EngineClient(
-            self.receiver, view, self.status, self.committed, self.lease, options.admission_wait_s, options.limits
-        )
-        self.lease.on_abort = self.engines.aborts.abort
-        self.generation = Generation(self.engines, view, self.committed, options.admission_wait_s, options.limits)
+    def __init__(
+        self,
+        clients: Sequence[RlClient],
+        views: Sequence[MembershipView],
+        options: FrontendOptions,
+        frontend_id: str,
+    ) -> None:
+        """`clients`, `views`: one of each component that it serves, the frontend's own first."""
+        self.bus = clients[0].bus
+        self.receiver = StreamReceiver(self.bus)
+        self.components = [
+            ServedComponent(client, view, self.receiver, options, frontend_id, is_own=client is clients[0])
+            for client, view in zip(clients, views, strict=True)
+        ]
+        self.own = self.components[0]
+        self.by_name = {one.name: one for one in self.components}
         self.recorder = RecordWriter(options.record, options.record_files) if options.record is not None else None
-        if self.recorder is not None:
-            self.generation.on_record = self.recorder.put
-        self.tokens = Tokens(client, view, self.generation.check_model)
-        fleet = Fleet(client)
-        fleet.liveness_timeout_s = options.liveness_timeout_s
-        fleet.expected, fleet.left = options.expect, self.departures.recent
-        fleet.starting = self.starting.now
-        self.recovery = UpdateRecovery(fleet, view)
-        self.calls = OpRunner(fleet)
-        self.events.running = fleet.running_update
-        self.calls.on_op = self._on_op
-        self.service = FleetService(
-            client.bus, view.subjects.fleet, self.calls, max_calls=options.limits.fleet_calls
-        )
-        self.reading = FleetService(
-            client.bus, view.subjects.fleet_read, self.calls, reads=True, max_calls=options.limits.fleet_calls
+        for one in self.components:
+            one.calls.fleet.left, one.calls.fleet.starting = self._left, self._starting
+            one.calls.on_op = functools.partial(self._on_op, one)
+            if self.recorder is not None:
+                one.generation.on_record = self.recorder.put
+        self.metrics = FrontendMetrics(
+            self._facts,
+            {one.name: one.metrics for one in self.components},
+            self.own.engine_facts,
+            options.dialects if options.speaks else (),
         )
 
     @classmethod
@@ -126,104 +103,77 @@ class Frontend:
         )
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
-            frontend = cls(client, await client.view(), options, frontend_id)
+            clients = [client, *[await client.beside(other) for other in options.also_serve]]
+            frontend = cls(clients, [await one.view() for one in clients], options, frontend_id)
             if frontend.recorder is not None:
                 frontend.recorder.start()
                 stack.push_async_callback(asyncio.to_thread, frontend.recorder.close)
-            # The stack stops them in reverse: first the parts that take new work, last the connection.
+            # The stack stops them in reverse: first the components, last the connection.
             await frontend.receiver.start()
             stack.push_async_callback(frontend.receiver.stop)
-            frontend.committed.start()
-            stack.callback(frontend.committed.stop)
-            frontend.departures.start()
-            stack.callback(frontend.departures.stop)
-            await client.bus.subscribe(frontend.view.subjects.exited("*"), frontend.departures.on_exit)
-            await frontend.starting.start()
-            stack.callback(frontend.starting.stop)
-            await frontend.lock_and_pause.start()
-            await frontend.events.start()
-            stack.push_async_callback(frontend.events.stored.stop)
-            stack.callback(frontend.events.stop)
-            await frontend.status.start()
-            stack.push_async_callback(frontend.status.stop)
-            frontend.engines.start()
-            stack.callback(frontend.engines.stop)
-            if frontend.delivers_tokens:
-                await frontend.lease.start()
-                stack.push_async_callback(frontend.lease.stop)
-            await frontend.recovery.start()
-            stack.push_async_callback(frontend.recovery.stop)
-            stack.push_async_callback(frontend.calls.close, GRACE_S)
-            await frontend.service.start()
-            stack.push_async_callback(frontend.service.stop, GRACE_S)
-            await frontend.reading.start()
-            stack.push_async_callback(frontend.reading.stop, GRACE_S)
+            stack.push_async_callback(stop_all, frontend.components)
+            for one in frontend.components:
+                await one.start()
             yield frontend
 
-    def _on_op(self, op: str, asked_by: str, outcome: str) -> None:
-        self.events.on_op(self.client.owner, op, asked_by, outcome, CALLED_FROM.get() or "")
-        self.metrics.on_op(op, outcome)
+    def _on_op(
+        self, default: ServedComponent, op: str, asked_by: str, outcome: str, components: Sequence[str]
+    ) -> None:
+        """`default`: the component that the op means where the caller names none that is served here."""
+        for one in [self.by_name[name] for name in components if name in self.by_name] or [default]:
+            one.events.on_op(default.client.owner, op, asked_by, outcome, CALLED_FROM.get() or "")
+            one.metrics.on_op(op, outcome)
+
+    def _left(self, component: str) -> list[LeftWorker]:
+        return self.by_name[component].departures.recent() if component in self.by_name else []
+
+    def _starting(self, component: str) -> list[StartingWorker]:
+        return self.by_name[component].starting.now() if component in self.by_name else []
 
     def _about(self) -> dict[str, Any]:
-        owner = self.lock_and_pause.owner()
         return {
-            "nats": self.client.bus.about,
-            "serving_lease": self.lease.holds() if self.delivers_tokens else None,
-            "lock": {"owner": owner, "held_s": self.lock_and_pause.held_s()} if owner is not None else None,
-            "pause_left_s": self.lock_and_pause.pause_left_s(),
-            "expected": self.calls.fleet.expected or None,
-            "workers": self.status.by_state(),
+            "nats": self.bus.about,
+            "component": self.own.name,
+            **self.own.about(),
+            "components": {name: one.about() for name, one in self.by_name.items()},
         }
 
-    def fleet_facts(self) -> FleetFacts:
-        members, record, bus = self.view.snapshot(), self.committed.record, self.client.bus
-        return FleetFacts(
-            by_state=self.status.by_state(),
-            closed=self.status.closed_by_reason(),
-            left=self.departures.counts,
-            engine_requests=self.status.engine_requests(),
-            epoch=members.epoch,
-            sequence=record.sequence if record else None,
-            version_lag=self.status.version_lag(record.sequence) if record else 0,
-            lease=self.lease.holds() if self.delivers_tokens else None,
-            lock_held_by=self.lock_and_pause.held_by(),
-            lock_held_s=self.lock_and_pause.held_s(),
-            pause_left_s=self.lock_and_pause.pause_left_s(),
-            connected=bus.nc.is_connected,
-            reconnects=bus.nc.stats["reconnects"],
-        )
-
-    def engine_facts(self) -> Sequence[EngineFacts]:
-        return self.status.engine_facts()
-
-    def generation_facts(self) -> GenerationFacts:
-        return GenerationFacts(
-            outcomes=self.generation.outcomes,
-            in_flight=self.generation.in_flight,
-            picks=self.engines.router.picks,
-            moves=self.engines.moves,
-            timings=self.generation.timings,
+    def _facts(self) -> FrontendFacts:
+        return FrontendFacts(
+            connected=self.bus.nc.is_connected,
+            reconnects=self.bus.nc.stats["reconnects"],
             records=self.recorder.counts if self.recorder is not None else {},
         )
 
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests, and waits for those under way."""
+        await asyncio.gather(*(one.generation.drain(timeout_s) for one in self.components))
+
+    def end_streams(self) -> None:
+        """Ends the streams of events. They never end by themselves, and would delay the stop for its whole grace."""
+        for one in self.components:
+            one.events.stop()
+
     def generation_app(self, options: FrontendOptions, keys: Keys) -> Starlette:
         api = Api("rl_plane: generation", keys, options.allowed_hosts, openai_error)
-        add_generation_routes(api, self.generation, self.tokens)
+        add_generation_routes(api, ComponentChooser(self.components))
         return api.app()
 
     def facade_app(self, options: FrontendOptions, keys: Keys, shared: SharedRoutes) -> Starlette:
         """`shared` collects the dialects' routes. The caller closes it."""
         api = Api("rl_plane: the fleet", keys, options.allowed_hosts)
-        extend: Callable[[dict[str, Any], str], dict[str, Any]] | None = None
+        own, extend = self.own, None
         if options.dialects:
-            # The dialects' clients take this listener for a whole engine, so it generates too.
-            add_generation_routes(api, self.generation, self.tokens, as_engine=True)
-            calls = DialectCalls(self.calls)
-            context = DialectContext(calls, self.view, self.generation, options.part_timeout_s)
+            # The dialects' clients take this listener for a whole engine, so it generates too: the own component.
+            add_generation_routes(api, ComponentChooser([own]), as_engine=True)
+            calls = DialectCalls(own.calls)
+            context = DialectContext(calls, own.view, own.generation, options.part_timeout_s)
             mount_dialects(shared, options.dialects, context)
             extend = functools.partial(with_discovery, context)
-        add_facade_routes(api, self.calls, self.events, self.metrics, shared, extend)
-        add_own_routes(api, self.client.owner, self._about, self.engines.running)
+        named = ComponentChooser(self.components).named
+        add_facade_routes(api, own.calls, lambda name: named(name).events, self.metrics, shared, extend)
+        running = {one.name: one.engines.running for one in self.components}
+        add_own_routes(api, own.client.owner, self._about, running)
         shared.mount(api)
         add_dashboard(api)
         return api.app()
@@ -310,12 +260,11 @@ async def _serve(
             await _first_of([stop.asked.wait()], runs)
             log.info("stopping")
             if stop.asked.is_set():
-                await _first_of([frontend.generation.drain(stop.drain_s), stop.at_once.wait()])
+                await _first_of([frontend.drain(stop.drain_s), stop.at_once.wait()])
     finally:
         if follower is not None:
             await end_tasks([follower])
-        # Event streams never end by themselves, and would delay the stop for its whole grace.
-        frontend.events.stop()
+        frontend.end_streams()
         for server in servers:
             server.should_exit, server.force_exit = True, stop.at_once.is_set()
         await asyncio.gather(*runs)

@@ -132,8 +132,8 @@ class GenerationCall:
         if models is None:
             return plan.model or "", self._aborted_events()
         model = models.name_of(plan.model)
-        if model in models.adapters:
-            self._plan = plan = plan.with_adapter(model)
+        if (adapter := models.adapter_of(plan.model)) is not None:
+            self._plan = plan = plan.with_adapter(adapter)
         return model, self._events()
 
     async def _aborted_events(self) -> AsyncGenerator[tuple[int, Event], None]:
@@ -269,6 +269,8 @@ class GenerationCall:
             if choice.instance_id:
                 self._service.on_record(
                     RolloutRecord(
+                        component=self._service.component,
+                        model=None if self._service.is_own else self._plan.model,
                         request=request,
                         choice=choice,
                         outcome=outcome,

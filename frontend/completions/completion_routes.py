@@ -18,13 +18,13 @@ from frontend.completions.openai_bodies import ChatBody, CompletionBody
 from frontend.completions.openai_replies import Chunks, openai_error, whole
 from frontend.completions.plans import Plan, plan_chat, plan_completion
 from frontend.completions.reply_models import ChatReply, CompletionReply, ModelList
-from frontend.completions.service import Generation
 from frontend.completions.tokens import DetokenizeBody, TokenizeBody, Tokens
+from frontend.components.component_chooser import ChooseComponent, ComponentChooser
 from frontend.server.api import ANY_KEY, Api, Endpoint, Operation
 from frontend.server.bodies import read_json
 from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.replies import json_response
-from rl_plane.errors import InvalidRequest, Unsupported
+from rl_plane.errors import InvalidRequest, NotFound, Unsupported
 
 HEALTH = "/health"
 CALLER_ID = "x-request-id"
@@ -65,13 +65,14 @@ def session_of(headers: Mapping[str, str]) -> str | None:
 
 
 def _generation_endpoint(
-    generation: Generation, make_plan: PlanMaker, prefix: str, reply: ReplyFormat
+    choose: ChooseComponent, make_plan: PlanMaker, prefix: str, reply: ReplyFormat
 ) -> Endpoint:
     async def answer(request: Request) -> Response:
         plan = make_plan(await read_json(request), prefix + uuid.uuid4().hex)
         session, caller_id = session_of(request.headers), request.headers.get(CALLER_ID, "")
         if session or caller_id:
             plan = replace(plan, session=session, caller_id=caller_id)
+        generation = (await choose(plan.model)).generation
         call = GenerationCall(generation, plan, reply)
         if plan.stream:
             return EventStream(call.stream(), limits=generation.limits)
@@ -80,18 +81,23 @@ def _generation_endpoint(
     return answer
 
 
-def add_generation_routes(api: Api, generation: Generation, tokens: Tokens, *, as_engine: bool = False) -> None:
+def add_generation_routes(api: Api, components: ComponentChooser, *, as_engine: bool = False) -> None:
     """`as_engine`: clients take the listener for one engine. Trainers wait for its `/health`, then ask for the model
     at once, so `/health` answers 503 until a worker is there."""
+    tokens = Tokens(components.choose)
 
     async def health(request: Request) -> Response:
+        name = request.query_params.get("component")
+        if name is not None and name not in components.names:  # callers without a key learn no names
+            raise NotFound("it is not served here", field="component", fix="GET /v1/models lists the components")
+        generation = components.named(name).generation
         generation.check_stays()
-        if as_engine:
+        if as_engine or name is not None:
             generation.check_served()
         return json_response({"status": "ok"})
 
     async def models(request: Request) -> Response:
-        return json_response(generation.list_models())
+        return json_response(components.list_models())
 
     def add(
         method: Any, path: str, endpoint: Endpoint, summary: str, reply: type[BaseModel] | None, **more: Any
@@ -112,14 +118,18 @@ def add_generation_routes(api: Api, generation: Generation, tokens: Tokens, *, a
             )
         )
 
-    words = "A worker is there, or 503." if as_engine else "The frontend runs."
+    words = (
+        "A worker is there, or 503."
+        if as_engine
+        else "The frontend runs. `?component=NAME`: a worker of it is there, or 503."
+    )
     add("GET", HEALTH, health, words, None, needs_key=False, shape=None)
     add("GET", "/v1/models", models, "The models and adapters that are served.", ModelList, roles=ANY_KEY)
     for path, body, make_plan, prefix, reply_format, reply in ROUTES:
         add(
             "POST",
             path,
-            _generation_endpoint(generation, make_plan, prefix, reply_format),
+            _generation_endpoint(components.choose, make_plan, prefix, reply_format),
             "Generate from text or tokens; `stream: true` for server-sent events.",
             reply,
             bodies=(body,),

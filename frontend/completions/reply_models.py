@@ -24,6 +24,10 @@ class ModelRow(ReplyModel):
     """The base model of an adapter."""
     root: str
     max_model_len: int | None
+    component: str
+    """The component that serves it."""
+    weight_version: Version | None
+    """The committed version of the model or adapter."""
 
 
 class ModelList(ReplyModel):

@@ -1,4 +1,4 @@
-"""The names that a request's `model` may have."""
+"""The names that a request's `model` may have, of one component."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rl_plane.protocol.record import DecisionRecord
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """The models of the fleet, as of its members and its record."""
+    """The models of one component, as of its members and its record."""
 
+    component: str
     names: tuple[str, ...]
     """The base models that every member serves."""
     adapters: tuple[str, ...]
@@ -25,29 +26,48 @@ class ServedModels:
     """The path of the base model on the workers, if it is the same on all."""
 
     @classmethod
-    def of(cls, members: Collection[Member], record: DecisionRecord | None) -> ServedModels:
-        sets = [_names(member.info.get("model")) for member in members]
+    def of(cls, component: str, members: Collection[Member], record: DecisionRecord | None) -> ServedModels:
+        sets = [names_of(member) for member in members]
         names = set.intersection(*sets) if sets else set()
         lengths = [member.info.get("max_model_len") for member in members]
         shortest = min((length for length in lengths if isinstance(length, int)), default=None)
         adapters = set(record.adapters) - names if record is not None else set()
         paths = {str(path) for member in members if (path := member.info.get("model_path"))}
         root = paths.pop() if len(paths) == 1 else None
-        return cls(tuple(sorted(names)), tuple(sorted(adapters)), shortest, root)
+        return cls(component, tuple(sorted(names)), tuple(sorted(adapters)), shortest, root)
 
     @property
     def base(self) -> str:
         return self.names[0] if self.names else ""
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        return self.names + self.adapters
+
     def serves(self, asked: str | None) -> bool:
-        return asked is None or asked in self.names or asked in self.adapters
+        return self._meant_by(asked) is not None
+
+    def _meant_by(self, asked: str | None) -> str | None:
+        """The model or adapter that a request means. None: it is not served here. The component's name means the base,
+        and `component/model` one of its models, unless a model is called so."""
+        if asked is None or asked in self.all:
+            return asked if asked is not None else self.base
+        if asked == self.component:
+            return self.base
+        name = asked.removeprefix(self.component + "/")
+        return name if name in self.all else None
+
+    def adapter_of(self, asked: str | None) -> str | None:
+        """The adapter that a request means. None: it means the base."""
+        meant = self._meant_by(asked)
+        return meant if meant in self.adapters else None
 
     def name_of(self, asked: str | None) -> str:
         """The reply's `model` for a request that asks for this one. Raises NotFound."""
         if asked is None:
             return self.base
         if not self.serves(asked):
-            known = self.names + self.adapters
+            known = self.all
             raise NotFound(
                 f"there is no model {asked[:200]!r}; there is {', '.join(known) or 'none'}",
                 field="model",
@@ -56,8 +76,10 @@ class ServedModels:
             )
         return asked
 
-    def listed(self, created: int) -> dict[str, Any]:
-        """The reply of `/v1/models`."""
+    def listed(self, created: int, record: DecisionRecord | None) -> dict[str, Any]:
+        """The reply of `/v1/models`. `record`: it has the committed versions."""
+        versions = record.held.adapters if record is not None else {}
+        base = record.version if record is not None else None
         parents = {**dict.fromkeys(self.names), **dict.fromkeys(self.adapters, self.base)}
         rows = [
             {
@@ -68,11 +90,16 @@ class ServedModels:
                 "parent": parent,
                 "root": self.root if parent is None and self.root else name,
                 "max_model_len": self.max_model_len,
+                "component": self.component,
+                "weight_version": version.to_wire() if version is not None else None,
             }
             for name, parent in parents.items()
+            for version in (base if parent is None else versions.get(name),)
         ]
         return {"object": "list", "data": rows}
 
 
-def _names(model: Any) -> set[str]:
+def names_of(member: Member) -> set[str]:
+    """The names of the base model that a worker serves."""
+    model = member.info.get("model")
     return set(model) if isinstance(model, (list, tuple)) else {str(model)} if model else set()

@@ -1,4 +1,4 @@
-"""The generation service of one frontend: its models, its limits and its counters."""
+"""The generation service of one component in a frontend: its models, its limits and its counters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 
 from frontend.completions.caller_ids import CallerIds
 from frontend.completions.plans import Plan
-from frontend.completions.served_models import ServedModels
+from frontend.completions.served_models import ServedModels, names_of
 from frontend.completions.token_timings import TokenTimings
+from frontend.components.model_choice import ComponentModels
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.records.rollout_record import RolloutRecord
 from frontend.routing.committed import Committed
 from frontend.routing.engine_client import EngineClient
 from rl_plane.errors import FrontendEnding, NoWorkers, Overloaded, PlaneError, Unavailable
-from rl_plane.membership.core import Snapshot
+from rl_plane.membership.core import Changed, Snapshot
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.record import DecisionRecord
 
@@ -33,8 +34,13 @@ class Generation:
         committed: Committed,
         wait_s: float,
         limits: FrontendLimits = LIMITS,
+        *,
+        is_own: bool = True,
     ) -> None:
-        """`wait_s`: how long a call waits for a first worker."""
+        """`wait_s`: how long a call waits for a first worker. `is_own`: the component is the frontend's own, which
+        answers requests without a `model`."""
+        self.component = view.subjects.component
+        self.is_own = is_own
         self.limits = limits
         self.engines = engines
         self.committed = committed
@@ -54,18 +60,40 @@ class Generation:
         self._created = int(time.time())
         self._known: tuple[Snapshot, DecisionRecord | None, ServedModels] | None = None
         """The models of these members and this record."""
+        self._last_names: set[str] = set()
+        """The names of the model of the worker that has joined last."""
+        self._stop_listening: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        self._stop_listening = self._view.listen(self._on_member)
+        for member in self._view.snapshot():
+            self._last_names = names_of(member)
+
+    def stop(self) -> None:
+        self._stop_listening()
+        self._stop_listening = lambda: None
+
+    def _on_member(self, change: Changed) -> None:
+        if change.after is not None:
+            self._last_names = names_of(change.after)
 
     # ---- models ----
 
     def list_models(self) -> dict[str, Any]:
-        return self.models.listed(self._created)
+        return self.models.listed(self._created, self._view.record)
+
+    def known_models(self) -> ComponentModels:
+        """The names by which a request may choose this component."""
+        models, is_there = self.models, len(self._view.snapshot()) > 0
+        names = models.all if is_there else (*self._last_names, *models.adapters)
+        return ComponentModels(self.component, names, is_there or bool(self._last_names))
 
     @property
     def models(self) -> ServedModels:
         """Computed once for each fleet: with many members it costs more than the rest of a request."""
         members, record = self._view.snapshot(), self._view.record
         if self._known is None or self._known[0] is not members or self._known[1] is not record:
-            self._known = members, record, ServedModels.of(members.members, record)
+            self._known = members, record, ServedModels.of(self.component, members.members, record)
         return self._known[2]
 
     async def check_model(self, asked: str | None) -> None:
@@ -85,7 +113,9 @@ class Generation:
 
     def check_served(self) -> None:
         if not len(self._view.snapshot()):
-            raise NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
+            raise NoWorkers(
+                f"no worker of {self.component} is there", fix="start one: `rl-plane worker`", retry_after_s=1.0
+            )
 
     def check_stays(self) -> None:
         if self._is_leaving:
@@ -112,7 +142,9 @@ class Generation:
     def _places(self, count: int) -> Iterator[None]:
         self.check_stays()
         if self.in_flight + count > self.limits.choices:
-            raise Overloaded(f"{self.in_flight} choices are under way in this frontend", retry_after_s=1.0)
+            raise Overloaded(
+                f"{self.in_flight} choices of {self.component} are under way in this frontend", retry_after_s=1.0
+            )
         self.in_flight += count
         self._idle.clear()
         try:

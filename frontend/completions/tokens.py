@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -18,9 +17,10 @@ from frontend.completions.messages import (
     without_nulls_in_messages,
 )
 from frontend.completions.unserved_fields import without_unserved
+from frontend.components.component_chooser import ChooseComponent
+from frontend.components.served_component import ServedComponent
 from frontend.server.bodies import read_json
 from frontend.server.replies import json_response
-from rl_plane.client import RlClient
 from rl_plane.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -31,7 +31,6 @@ from rl_plane.errors import (
     WorkerLost,
     WrongIncarnation,
 )
-from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, TokenId
 from rl_plane.protocol.validation import parse_body
 from rl_plane.protocol.worker_ops import Tokenize
@@ -81,19 +80,14 @@ def parse_tokenize(body: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
 
 
 class Tokens:
-    """The two routes. `check_model` raises NotFound for a model that is not served."""
+    """The two routes. The request's `model` chooses the component whose workers are asked."""
 
-    def __init__(
-        self, client: RlClient, view: MembershipView, check_model: Callable[[str | None], Awaitable[None]]
-    ) -> None:
-        self._client = client
-        self._view = view
-        self._check_model = check_model
+    def __init__(self, choose: ChooseComponent) -> None:
+        self._choose = choose
 
     async def tokenize(self, request: Request) -> Response:
         model, op = parse_tokenize(await read_json(request))
-        await self._check_model(model)
-        reply = await self._ask("tokenize", op)
+        reply = await _ask(await self._served(model), "tokenize", op)
         tokens = reply["tokens"]
         return json_response(
             {
@@ -107,19 +101,26 @@ class Tokens:
     async def detokenize(self, request: Request) -> Response:
         parsed = parse_body(DetokenizeBody, await read_json(request))
         assert isinstance(parsed, DetokenizeBody)
-        await self._check_model(parsed.model)
-        return json_response({"prompt": (await self._ask("detokenize", {"tokens": parsed.tokens}))["prompt"]})
+        served = await self._served(parsed.model)
+        return json_response({"prompt": (await _ask(served, "detokenize", {"tokens": parsed.tokens}))["prompt"]})
 
-    async def _ask(self, op: str, body: dict[str, Any]) -> dict[str, Any]:
-        members = list(self._view.snapshot().members)
-        last: PlaneError = NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
-        for member in random.sample(members, min(MAX_ASKED, len(members))):
-            try:
-                row = await self._client.call(member.instance_id, op, body)
-            except (Unavailable, DeadlineExceeded, EngineFailed) as error:
-                last = error
-            except (NotFound, WrongIncarnation):
-                last = WorkerLost("the worker left just now", instance_id=member.instance_id, retry_after_s=1.0)
-            else:
-                return dict(row.body)
-        raise last
+    async def _served(self, model: str | None) -> ServedComponent:
+        """The component that serves the model. Raises NotFound or NoWorkers."""
+        component = await self._choose(model)
+        await component.generation.check_model(model)
+        return component
+
+
+async def _ask(component: ServedComponent, op: str, body: dict[str, Any]) -> dict[str, Any]:
+    members = list(component.view.snapshot().members)
+    last: PlaneError = NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
+    for member in random.sample(members, min(MAX_ASKED, len(members))):
+        try:
+            row = await component.client.call(member.instance_id, op, body)
+        except (Unavailable, DeadlineExceeded, EngineFailed) as error:
+            last = error
+        except (NotFound, WrongIncarnation):
+            last = WorkerLost("the worker left just now", instance_id=member.instance_id, retry_after_s=1.0)
+        else:
+            return dict(row.body)
+    raise last

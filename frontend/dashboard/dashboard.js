@@ -2,7 +2,7 @@
 
 import { CallError, follow, get, getText, hasKey, post, useKey } from "./calls.js";
 import { drawCanaries, drawStaleness, drawTokens } from "./charts.js";
-import { byId, setClass, setHidden, setText } from "./dom.js";
+import { byId, make, setClass, setHidden, setText, sync } from "./dom.js";
 import { addPoint, canaries, countTokens, meanStaleness, readMetrics, tokenRates, workersInOrder } from "./facts.js";
 import { showEvents, showOthers, showProblems, showSummary, showWorkers } from "./panels.js";
 import { showHistory, showUpdate } from "./updates.js";
@@ -45,12 +45,20 @@ function want(...names) {
   if (!looking && timer === null) timer = setTimeout(look, Math.max(0, nextAt - performance.now()));
 }
 
+const asked = new URLSearchParams(location.search).get("component"); // null: the frontend's own
+
+/** A path that is about the component of this page. */
+function about(path) {
+  if (asked === null) return path;
+  return `${path}${path.includes("?") ? "&" : "?"}component=${encodeURIComponent(asked)}`;
+}
+
 const LOOKS = {
-  state: async () => takeState(await get("/v1/rl/state?min_workers=0&wait_s=0")),
-  updates: async () => { facts.updates = (await get("/v1/rl/updates")).updates; },
-  about: async () => { facts.about = await get("/v1/rl/about"); },
-  workers: async () => takeRegistered(await get("/v1/rl/workers?min_workers=0&wait_s=0")),
-  metrics: async () => takeMetrics(readMetrics(await getText("/metrics"))),
+  state: async () => takeState(await get(about("/v1/rl/state?min_workers=0&wait_s=0"))),
+  updates: async () => { facts.updates = (await get(about("/v1/rl/updates"))).updates; },
+  about: async () => takeAbout(await get("/v1/rl/about")),
+  workers: async () => takeRegistered(await get(about("/v1/rl/workers?min_workers=0&wait_s=0"))),
+  metrics: async () => takeMetrics(readMetrics(await getText("/metrics"), asked ?? facts.about?.component)),
 };
 
 async function look() {
@@ -94,6 +102,16 @@ function takeState(state) {
   facts.state = state;
 }
 
+/** Takes the facts about the frontend, and shows a link to each other component that it serves. */
+function takeAbout(reply) {
+  const names = Object.keys(reply.components);
+  const here = asked ?? reply.component;
+  facts.about = { ...reply, ...reply.components[here] };
+  const others = names.filter((name) => name !== here).map((name) => ({ key: name, name }));
+  if (!registered.size) setText(byId("place"), here);
+  sync(byId("components"), others, ({ name }) => make("a", { href: `/?component=${encodeURIComponent(name)}` }, name));
+}
+
 function takeRegistered(reply) {
   registered.clear();
   for (const row of reply.workers) registered.set(row.instance_id, { host: row.host, pid: row.pid });
@@ -125,7 +143,7 @@ async function followEvents() {
   stopFollowing = stop;
   while (!stop.signal.aborted) {
     try {
-      await follow(`/v1/rl/events?since_s=${PAST_S}`, lastEvent, stop.signal, connected, onEvent);
+      await follow(about(`/v1/rl/events?since_s=${PAST_S}`), lastEvent, stop.signal, connected, onEvent);
       linked("bad", `the events ended at ${clock(Date.now() / 1000)}, connecting again`);
     } catch (error) {
       if (!(error instanceof CallError)) throw error;
@@ -235,7 +253,9 @@ async function abort(update) {
   try {
     const key = facts.about?.key?.id;
     const by = `an operator at the dashboard${key ? ` with the key ${key}` : ""}`.slice(0, MAX_BY);
-    await post("/v1/rl/abort_weights_update", { update_id: update.update_id, by });
+    await post("/v1/rl/abort_weights_update", {
+      update_id: update.update_id, by, ...(asked === null ? {} : { component: asked }),
+    });
     say("good", `✓ The update ${update.label} was aborted. Nothing has changed.`);
   } catch (error) {
     if (!(error instanceof CallError)) throw error;

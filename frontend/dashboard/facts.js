@@ -183,11 +183,11 @@ export function addPoint(series, point) {
   if (series.length > MAX_POINTS) series.splice(0, series.length - MAX_POINTS);
 }
 
-/** The values of a Prometheus page that this dashboard draws, by name. */
-export function readMetrics(text) {
+/** The values of a Prometheus page that this dashboard draws, of one component, by name. */
+export function readMetrics(text, component) {
   const found = {};
-  for (const [, name, value] of text.matchAll(/^(rl_plane_generation_version_lag_(?:sum|count)|rl_plane_generation_tokens_total) (\S+)$/gm)) {
-    found[name] = Number(value);
+  for (const [, name, of, value] of text.matchAll(/^(rl_plane_generation_version_lag_(?:sum|count))\{component="([^"]*)"\} (\S+)$/gm)) {
+    if (of === component) found[name] = Number(value);
   }
   return found;
 }

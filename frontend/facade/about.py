@@ -19,11 +19,13 @@ ABOUT_DOC = """What this frontend knows without a question to another process:
 - `key`: the id and the role of the caller's key
 - `nats`: the server's address without its password, `connected`, `lost_s` (seconds since the connection was lost),
   the server's version, `max_payload` in bytes, and whether it has JetStream
+- `component`: the frontend's own component. The next five are about it
 - `serving_lease`: whether it may route generation. Null: it delivers no tokens
 - `lock`: `{owner, held_s}` of the component's lock. Null: it is free
 - `pause_left_s`: seconds that the fleet's pause still lasts; 0: it is not paused
 - `expected`: `--expect`, or null
 - `workers`: the number of workers in each state: `open`, `paused`, `closed`, `unknown`
+- `components`: each component that it serves, its own first → the same five
 """
 
 

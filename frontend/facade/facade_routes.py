@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from frontend.facade.about import ABOUT_DOC, AboutFrontend, about
 from frontend.facade.events import FleetEvents
 from frontend.facade.op_runner import OpRunner
 from frontend.metrics.frontend_metrics import FrontendMetrics
-from frontend.routing.running_requests import RunningRequests
+from frontend.routing.running_requests import RunningRequests, listed_requests
 from frontend.server.api import Api, Endpoint, Operation
 from frontend.server.bodies import idempotency_key, list_fields, merge_query, read_json
 from frontend.server.event_stream import EventStream
@@ -20,7 +20,7 @@ from frontend.server.guard import CALLER
 from frontend.server.replies import error_body, json_response
 from frontend.server.shared_routes import DialectRequest, Handler, SharedRoutes
 from rl_plane._util.metric_families import CONTENT_TYPE
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import InvalidRequest, NotFound
 from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp, FleetReply
 
 PREFIX = "/v1/rl/"
@@ -31,6 +31,8 @@ REQUESTS = PREFIX + "requests"
 METRICS = "/metrics"
 TAG = "steer"
 
+FindEvents = Callable[[str | None], FleetEvents]
+"""Finds the events of a component, None for the frontend's own. Raises NotFound for one that is not served here."""
 ExtendReply = Callable[[dict[str, Any], str], dict[str, Any]]
 """Adds to the reply of `workers`, for the listener's address as the caller reaches it."""
 
@@ -42,6 +44,7 @@ MAX_ID_CHARS = 128
 REQUESTS_DOC = """The choices that this frontend carries to workers now, at most 1,000, those that wait longest first:
 
 - `id`: of the reply, with the number of the choice if there are several; `?id=` gives the ids that begin so
+- `component`: the component that makes it; `?component=` gives the choices of one
 - `worker`: the instance id of the worker that has it. Null: it waits for a worker
 - `tries`: the workers that it was sent to so far
 - `tokens`, `max_tokens`: those that have come, and those that were asked for
@@ -51,7 +54,8 @@ REQUESTS_DOC = """The choices that this frontend carries to workers now, at most
 `count` is the number of all of them.
 """
 
-EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON), of the frontend's own component:
+EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON), of the frontend's own
+component, or of the one that `?component=` names:
 
 - `member`: `{change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}`
 - `op`: `{op, who, caller, asked_by, outcome}`, a changing op that this frontend, or a process over NATS, has carried
@@ -79,7 +83,7 @@ missed; `?since_s=600` first gives those of ten minutes, and `&follow=false` end
 def add_facade_routes(
     api: Api,
     calls: OpRunner,
-    events: FleetEvents,
+    events: FindEvents,
     metrics: FrontendMetrics,
     shared: SharedRoutes,
     extend_workers: ExtendReply | None = None,
@@ -170,11 +174,12 @@ async def _health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-def _add_streams(api: Api, events: FleetEvents, metrics: FrontendMetrics) -> None:
+def _add_streams(api: Api, find_events: FindEvents, metrics: FrontendMetrics) -> None:
     async def follow(request: Request) -> Response:
         for name in request.query_params:
-            if name not in ("since_s", "follow"):
-                raise InvalidRequest(f"unknown field {name!r}", field=name, fix="use since_s or follow")
+            if name not in ("since_s", "follow", "component"):
+                raise InvalidRequest(f"unknown field {name!r}", field=name, fix="use since_s, follow or component")
+        events = find_events(request.query_params.get("component"))
         if (follows := request.query_params.get("follow", "true")) not in ("true", "false"):
             raise InvalidRequest(f"follow is {follows[:64]!r}", field="follow", fix="true or false")
         after = _number("Last-Event-ID", request.headers.get("last-event-id"))
@@ -196,7 +201,7 @@ def _add_streams(api: Api, events: FleetEvents, metrics: FrontendMetrics) -> Non
             description=EVENTS_DOC,
             tags=(TAG,),
             media_type="text/event-stream",
-            errors=(400, 401, 503),
+            errors=(400, 401, 404, 503),
         )
     )
     api.add(
@@ -213,20 +218,27 @@ def _add_streams(api: Api, events: FleetEvents, metrics: FrontendMetrics) -> Non
     )
 
 
-def add_own_routes(api: Api, name: str, facts: AboutFrontend, running: RunningRequests) -> None:
-    """Adds the routes about this frontend alone. `name`: its name in the fleet."""
+def add_own_routes(api: Api, name: str, facts: AboutFrontend, running: Mapping[str, RunningRequests]) -> None:
+    """Adds the routes about this frontend alone. `name`: its name in the fleet. `running`: component → its choices."""
 
     async def show_about(request: Request) -> Response:
         return json_response(about(request.scope[CALLER], name, facts()))
 
     async def show_requests(request: Request) -> Response:
         for field in request.query_params:
-            if field != "id":
-                raise InvalidRequest(f"unknown field {field!r}", field=field, fix="use id")
-        begins = request.query_params.get("id", "")
+            if field not in ("id", "component"):
+                raise InvalidRequest(f"unknown field {field!r}", field=field, fix="use id or component")
+        begins, component = request.query_params.get("id", ""), request.query_params.get("component")
         if len(begins) > MAX_ID_CHARS:
             raise InvalidRequest(f"id has {len(begins)} characters", field="id", fix="give the id of a reply")
-        return json_response(running.to_wire(begins))
+        asked = {name: one for name, one in running.items() if component in (None, name)}
+        if not asked:
+            raise NotFound(
+                f"{str(component)[:64]!r} is no component that is served here",
+                field="component",
+                fix=f"name {' or '.join(running)}, or leave it out",
+            )
+        return json_response(listed_requests(asked, begins))
 
     api.add(
         Operation(
@@ -249,6 +261,6 @@ def add_own_routes(api: Api, name: str, facts: AboutFrontend, running: RunningRe
             summary="The choices that run through this frontend.",
             description=REQUESTS_DOC,
             tags=(TAG,),
-            errors=(400, 401),
+            errors=(400, 401, 404),
         )
     )

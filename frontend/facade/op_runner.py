@@ -24,9 +24,9 @@ class OpRunner:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self.on_op: Callable[[str, str, str], None] = lambda op, asked_by, outcome: None
-        """Called after each changing op with its name, whose key asked (`FleetCall.asked_by`), and ok or the error's
-        code."""
+        self.on_op: Callable[[str, str, str, list[str]], None] = lambda op, asked_by, outcome, components: None
+        """Called after each changing op with its name, whose key asked (`FleetCall.asked_by`), ok or the error's code,
+        and the components that the caller has named."""
         self._in_flight: InFlight[dict[str, Any]] = InFlight(MAX_IN_FLIGHT, log)
 
     async def run(
@@ -50,7 +50,7 @@ class OpRunner:
             asked_by = ASKED_BY.get() or ""
             key = f"the key {asked_by}" if asked_by else "no key"
             log.info("%s, asked by %s with %s: %s", op, CALLED_FROM.get() or "this process", key, outcome)
-            self.on_op(op, asked_by, outcome)
+            self.on_op(op, asked_by, outcome, _named_in(body))
 
     async def _change(self, op: str, body: dict[str, Any], request_id: str, digest: str | None) -> dict[str, Any]:
         if not FLEET_OPS[op].coalesce:
@@ -62,3 +62,10 @@ class OpRunner:
     async def close(self, grace_s: float) -> None:
         """Waits for the calls under way, then cancels the rest. The next coordinator continues those."""
         await self._in_flight.close(grace_s)
+
+
+def _named_in(body: dict[str, Any]) -> list[str]:
+    """The components that a body names, each once. The body may be malformed."""
+    given = body.get("component")
+    names = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else []
+    return list(dict.fromkeys(name for name in names if isinstance(name, str)))

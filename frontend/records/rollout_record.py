@@ -19,6 +19,10 @@ _BODY = (SamplingBody.model_fields.keys() & GenerateRequest.model_fields.keys())
 class RolloutRecord:
     """One choice after its end. Nothing changes it any more, so another thread may write it."""
 
+    component: str
+    """The component that made it."""
+    model: str | None = None
+    """The `model` by which the request chose a component other than the frontend's own."""
     request: GenerateRequest
     choice: Choice
     outcome: str
@@ -41,6 +45,7 @@ class RolloutRecord:
         return {
             "format": FORMAT,
             "id": self.request.id,
+            "component": self.component,
             "index": choice.index,
             "outcome": self.outcome,
             "finish_reason": choice.finish_reason,
@@ -52,17 +57,18 @@ class RolloutRecord:
             "prompt_token_ids": prompt,
             "token_ids": choice.token_ids,
             "logprobs": choice.logprobs,
-            "body": body_of(self.request),
+            "body": body_of(self.request, self.model),
         }
 
 
-def body_of(request: GenerateRequest) -> dict[str, Any]:
-    """The body of `POST /v1/completions` that asks for the same choice, without the prompt."""
+def body_of(request: GenerateRequest, model: str | None = None) -> dict[str, Any]:
+    """The body of `POST /v1/completions` that asks for the same choice, without the prompt. `model`: as in
+    `RolloutRecord`."""
     given = request.model_dump(exclude_defaults=True)
     body = {name: value for name, value in given.items() if name in _BODY}
     body["max_tokens"] = request.max_tokens
-    if request.adapter is not None:
-        body["model"] = request.adapter
+    if (named := model or request.adapter) is not None:
+        body["model"] = named
     if request.structured_output is not None:
         body["structured_outputs"] = in_structured_outputs(request.structured_output)
     if request.logprobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ class RunningChoice:
 
 
 class RunningRequests:
-    """All choices under way. `clock` gives monotonic seconds."""
+    """All choices under way of one component. `clock` gives monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -61,11 +61,16 @@ class RunningRequests:
         finally:
             self._choices.discard(choice)
 
-    def to_wire(self, begins: str = "") -> dict[str, Any]:
-        """The choices whose id begins so, those that wait longest first, and the number of all of them."""
+    def rows(self) -> list[dict[str, Any]]:
         now = self.clock()
-        rows = [choice.to_wire(now) for choice in self._choices]
-        rows = sorted(
-            (row for row in rows if row["id"].startswith(begins)), key=lambda row: -float(row["since_progress_s"])
-        )
-        return {"status": "ok", "requests": rows[:MAX_LISTED], "count": len(rows)}
+        return [choice.to_wire(now) for choice in self._choices]
+
+
+def listed_requests(running: Mapping[str, RunningRequests], begins: str = "") -> dict[str, Any]:
+    """The choices whose id begins so, those that wait longest first, and the number of all of them. `running`:
+    component → its choices."""
+    rows = [{**row, "component": name} for name, one in running.items() for row in one.rows()]
+    rows = sorted(
+        (row for row in rows if row["id"].startswith(begins)), key=lambda row: -float(row["since_progress_s"])
+    )
+    return {"status": "ok", "requests": rows[:MAX_LISTED], "count": len(rows)}

@@ -9,7 +9,7 @@ from frontend.frontend_limits import LIMITS, FrontendLimits
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.dialects import DIALECTS
-from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
+from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL, check_name
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 
 DEFAULT_RL_PORT = 8002
@@ -18,6 +18,8 @@ DEFAULT_ADMISSION_WAIT_S = 10.0
 """An update closes all workers for a moment. After a longer wait the caller gets an error."""
 DEFAULT_RECORD_FILES = 16
 """Files of 64 MiB: 1 GiB is some hours of a small fleet, and fits on any disk."""
+MAX_COMPONENTS = 16
+"""A frontend asks each member of each component for a sign of life. A run has a policy and a few models beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,9 @@ class FrontendOptions:
     nats_url: str = DEFAULT_NATS_URL
     namespace: str = DEFAULT_NAMESPACE
     component: str = DEFAULT_COMPONENT
+    """The frontend's own component: requests without a `model` and ops without a `component` mean it."""
+    also_serve: tuple[str, ...] = ()
+    """More components of the namespace, whose models requests may name."""
     host: str = "127.0.0.1"
     rl_port: int | None = DEFAULT_RL_PORT
     """The facade's port. 0: a free port. None: no facade."""
@@ -73,6 +78,20 @@ class FrontendOptions:
                     field="dialects",
                     fix=f"name some of {', '.join(DIALECTS)}",
                 )
+        for name in self.also_serve:
+            check_name("also_serve", name)
+        if len({self.component, *self.also_serve}) != 1 + len(self.also_serve):
+            raise InvalidRequest(
+                f"also_serve names a component twice, or the own component {self.component!r}",
+                field="also_serve",
+                fix="name each other component once",
+            )
+        if len(self.also_serve) >= MAX_COMPONENTS:
+            raise InvalidRequest(
+                f"also_serve names {len(self.also_serve)} components",
+                field="also_serve",
+                fix=f"at most {MAX_COMPONENTS - 1}: start another frontend for the rest",
+            )
         if self.expect < 0:
             raise InvalidRequest(f"expect is {self.expect}", field="expect", fix="a number of workers, 0 or more")
         if (self.https_cert is None) != (self.https_key is None):

@@ -86,6 +86,17 @@ def histogram(
     return family
 
 
+def labelled(label: str, parts: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:
+    """The families of several parts, each family once. `label` tells the part of each series. `parts`: the label's
+    value → the families."""
+    found: dict[str, Metric] = {}
+    for value, families in parts.items():
+        for family in families:
+            joined = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            joined.samples += [one._replace(labels={label: value, **one.labels}) for one in family.samples]
+    return found.values()
+
+
 class _Families(Collector):
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self._collect = collect

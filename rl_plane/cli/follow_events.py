@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from rl_plane.cli.output import note, one_line, say, say_json
-from rl_plane.cli.settings import Command, command
+from rl_plane.cli.settings import Command, command, only_component
 from rl_plane.errors import Unavailable
 from rl_plane.fleet.http_client import read_events
 
@@ -24,7 +24,7 @@ def commands() -> list[click.Command]:
 
     A frontend keeps the newest 4,096 events of the last hour, also those of the frontends before it. The command ends
     after them. With --follow it goes on until Ctrl-C, and connects again when the frontend restarts."""
-    return [command("events", doc, run_events, ("since_s", "follow", "url", "admin_key", "json"))]
+    return [command("events", doc, run_events, ("since_s", "follow", "components", "url", "admin_key", "json"))]
 
 
 def run_events(given: Command) -> int:
@@ -40,10 +40,13 @@ def run_events(given: Command) -> int:
 
 def _events(values: Mapping[str, Any]) -> Iterator[tuple[int | None, str, dict[str, Any]]]:
     since_s, last, follow = values["since_s"], None, values["follow"]
+    component = only_component(values)
     connected = False
     while True:
         try:
-            for number, kind, data in read_events(values["url"], values["admin_key"], since_s, last, follow):
+            for number, kind, data in read_events(
+                values["url"], values["admin_key"], since_s, last, follow, component
+            ):
                 connected, last = True, number if number is not None else last
                 yield number, kind, data
         except Unavailable as error:

@@ -56,6 +56,7 @@ WORKER = (
     "json",
 )
 LISTENERS = (
+    "also_serve",
     "host",
     "rl_port",
     "http_port",

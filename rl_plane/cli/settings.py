@@ -126,6 +126,12 @@ SETTINGS: dict[str, Setting] = {
         Setting("tls_client_ca", "The authority of the certificates that clients must show.", types.FILE),
         Setting("namespace", "The first part of every subject.", types.NAME, DEFAULT_NAMESPACE),
         Setting("component", "The fleet's name.", types.NAME, DEFAULT_COMPONENT),
+        Setting(
+            "also_serve",
+            "More components of the namespace, comma separated: a request's model chooses among all.",
+            types.NAME,
+            separator=",",
+        ),
         Setting("nats_port", "The port of nats-server; 0 takes a free one.", types.PORT, 4222, flag="--port"),
         Setting("nats_host", "The address of nats-server.", types.HOST, "127.0.0.1", flag="--host"),
         Setting("up_nats_port", "The port of nats-server; 0 takes a free one.", types.PORT, 0, flag="--nats-port"),
@@ -509,6 +515,14 @@ def for_child(values: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[li
         else:
             argv += [f"{flag}={item}" for item in (value if setting.separator else (value,))]
     return argv, env
+
+
+def only_component(values: Mapping[str, Any]) -> str | None:
+    """The one component that a command names. None: it names none, and means the frontend's own."""
+    names = values.get("components") or ()
+    if len(names) > 1:
+        raise BadSetting("several components are given", field="--component", fix="name one, call by call")
+    return names[0] if names else None
 
 
 def pairs(texts: Iterable[str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ import click
 
 from rl_plane.cli.follow_events import event_line
 from rl_plane.cli.output import BadSetting
-from rl_plane.cli.settings import Command, command
+from rl_plane.cli.settings import Command, command, only_component
 from rl_plane.cli.top_facts import Rates, TopFacts, WorkCounts, rates_by_version
 from rl_plane.cli.wait_display import STATE_BODY, STATE_S
 from rl_plane.errors import PlaneError
@@ -45,7 +45,7 @@ def commands() -> list[click.Command]:
     doc = """Show the fleet live: the running update, each worker, tokens per second, the last events.
 
     q or Ctrl-C leaves. Without a terminal give --once, which prints one screen."""
-    return [command("top", doc, run_top, ("once", "url", "admin_key"))]
+    return [command("top", doc, run_top, ("once", "components", "url", "admin_key"))]
 
 
 def run_top(given: Command) -> int:
@@ -57,7 +57,7 @@ def run_top(given: Command) -> int:
     is_terminal = sys.stdout.isatty()
     if not is_terminal and not values["once"]:
         raise BadSetting("stdout is no terminal", field="--once", fix="use a terminal, or --once for one screen")
-    reader = FleetReader(values["url"], values["admin_key"])
+    reader = FleetReader(values["url"], values["admin_key"], only_component(values))
     reader.read_state()
     if values["once"]:
         reader.read_kept_events()
@@ -130,8 +130,9 @@ def _keys() -> Iterator[Callable[[float], str]]:
 class FleetReader:
     """Reads the state each second and follows the events, each on a thread, until `stop`."""
 
-    def __init__(self, url: str, key: str | None) -> None:
-        self._url, self._key = url, key
+    def __init__(self, url: str, key: str | None, component: str | None = None) -> None:
+        """`component`: None means the frontend's own."""
+        self._url, self._key, self._component = url, key, component
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._state: dict[str, Any] | None = None
@@ -169,7 +170,8 @@ class FleetReader:
 
     def read_state(self) -> None:
         """Reads the state once. PlaneError: the frontend does not answer, or refuses."""
-        state = call_facade(self._url, self._key, "state", STATE_BODY, STATE_S)
+        named = {} if self._component is None else {"component": [self._component]}
+        state = call_facade(self._url, self._key, "state", {**STATE_BODY, **named}, STATE_S)
         counts = WorkCounts.of(state, time.monotonic())
         with self._lock:
             if self._counts is not None:
@@ -178,8 +180,11 @@ class FleetReader:
 
     def read_kept_events(self) -> None:
         """Reads the events that the frontend has kept."""
-        for number, kind, data in read_events(self._url, self._key, SINCE_S, None, follow=False):
+        for number, kind, data in self._read_events(None, follow=False):
             self._take(number, kind, data)
+
+    def _read_events(self, last: int | None, *, follow: bool) -> Iterator[tuple[int | None, str, dict[str, Any]]]:
+        return read_events(self._url, self._key, SINCE_S, last, follow, self._component)
 
     def _read_on(self) -> None:
         while not self._stop.wait(EVERY_S):
@@ -193,7 +198,7 @@ class FleetReader:
         while True:
             # The other thread shows that the frontend does not answer.
             with contextlib.suppress(PlaneError):
-                for number, kind, data in read_events(self._url, self._key, SINCE_S, self._last_id, follow=True):
+                for number, kind, data in self._read_events(self._last_id, follow=True):
                     self._take(number, kind, data)
             if self._stop.wait(EVERY_S):
                 return

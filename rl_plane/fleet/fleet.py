@@ -94,11 +94,12 @@ class Fleet:
         self.client = client
         self._updates = updates = FleetUpdates(client)
         self.expected = 0
-        """The number of workers that must serve before the fleet is ready. A call's `min_workers` counts instead."""
-        self.left: Callable[[], list[LeftWorker]] = list
-        """The workers that have left the client's own component, newest first."""
-        self.starting: Callable[[], list[StartingWorker]] = list
-        """The workers of the client's own component that load their engines."""
+        """The number of workers that must serve before the client's own component is ready. A call's `min_workers`
+        counts instead."""
+        self.left: Callable[[str], list[LeftWorker]] = lambda component: []
+        """The workers that have left a component, newest first."""
+        self.starting: Callable[[str], list[StartingWorker]] = lambda component: []
+        """The workers of a component that load their engines."""
         self.liveness_timeout_s = worker_ops.OPS["liveness"].timeout_s
         self._handlers: dict[str, Handler] = {
             "liveness": self._liveness,
@@ -237,7 +238,7 @@ class Fleet:
         out = await self._ask(call, "state")
         serving = [row for row in out.rows if row.status == "ok" and is_serving(row, record)]
         named = "min_workers" in call.select.model_fields_set
-        wanted = max(1, call.select.min_workers if named else self.expected)
+        wanted = max(1, call.select.min_workers if named else self._expected(call))
         if len(serving) < wanted:
             raise Unavailable(
                 f"{len(serving)} admitted workers hold the committed version, of {wanted} that are asked for",
@@ -257,10 +258,10 @@ class Fleet:
             ready=bool(bodies)
             and not out.failed
             and all(is_serving(row, record) for row in out.rows)
-            and (call.select.workers is not None or len(out.rows) >= self.expected),
-            expected=self.expected or None,
-            left=self._left(call),
-            starting=self._starting(call),
+            and (call.select.workers is not None or len(out.rows) >= self._expected(call)),
+            expected=self._expected(call) or None,
+            left=self.left(call.view.subjects.component),
+            starting=self.starting(call.view.subjects.component),
             engine_alive=bool(bodies) and not out.failed and all(body["engine_alive"] for body in bodies),
             pause_state=common([body["pause_state"] for body in bodies], "mixed"),
             applied_weight_version=common([body["applied_weight_version"] for body in bodies], None),
@@ -279,20 +280,17 @@ class Fleet:
             update=with_workers(running, out.rows) if running is not None else None,
         )
 
-    def _left(self, call: FleetCall[Any]) -> list[LeftWorker]:
-        return self.left() if call.view.subjects.component == self.client.component else []
-
-    def _starting(self, call: FleetCall[Any]) -> list[StartingWorker]:
-        return self.starting() if call.view.subjects.component == self.client.component else []
+    def _expected(self, call: FleetCall[Any]) -> int:
+        return self.expected if call.view.subjects.component == self.client.component else 0
 
     async def _members_of(self, call: FleetCall[Any]) -> Snapshot:
         """The fleet that a read means. NoWorkers names the workers that have left, and those that start."""
         try:
             return await members_of(call)
         except NoWorkers as error:
-            if left := self._left(call):
+            if left := self.left(call.view.subjects.component):
                 error.facts["left"] = left
-            if starting := self._starting(call):
+            if starting := self.starting(call.view.subjects.component):
                 error.facts["starting"] = starting
             raise
 
@@ -314,7 +312,8 @@ class Fleet:
     async def _workers(self, call: FleetCall[Any]) -> dict[str, Any]:
         snapshot = await self._members_of(call)
         out = await self._ask(call, "state")
-        reply = merged(call, out, left=self._left(call), starting=self._starting(call))
+        component = call.view.subjects.component
+        reply = merged(call, out, left=self.left(component), starting=self.starting(component))
         for row, member in zip(reply["workers"], in_order(snapshot, out), strict=True):
             row.update(listed(call, member))
         return reply

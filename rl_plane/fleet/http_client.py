@@ -119,7 +119,7 @@ def call_json(
 
 
 def read_events(
-    url: str, key: str | None, since_s: int, after: int | None, follow: bool
+    url: str, key: str | None, since_s: int, after: int | None, follow: bool, component: str | None = None
 ) -> Iterator[tuple[int | None, str, dict[str, Any]]]:
     """Yields the events of a frontend: (id, kind, data). The stream ends when the frontend ends it.
 
@@ -128,12 +128,14 @@ def read_events(
         since_s: The kept events of so many seconds come first.
         after: The id of the last event that the caller has. None: it has none. Else this counts, and not `since_s`.
         follow: Waits for more events. Else only the kept ones come.
+        component: One that the frontend serves. None: its own.
 
     Raises:
         PlaneError: as the frontend raised it. Unavailable: the connection was lost.
     """
     base = url.rstrip("/").removesuffix("/v1/rl")
-    query = urlencode({"since_s": since_s, "follow": str(follow).lower()})
+    named = {} if component is None else {"component": component}
+    query = urlencode({"since_s": since_s, "follow": str(follow).lower(), **named})
     headers = {"Accept": "text/event-stream", CLIENT_HEADER: this_process()}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"

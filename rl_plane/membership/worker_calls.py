@@ -154,6 +154,16 @@ class WorkerCalls:
                 )
             return await self._start_view(subjects)
 
+    async def beside(self, component: str) -> Self:
+        """A client of another component of the namespace, over this connection, with the same views. It ends when this
+        client is closed. No worker need have joined the component."""
+        other = type(self)(self.bus, self.namespace, component, lock_timings=self._lock_timings)
+        other._gather, other._views, other._starting = self._gather, self._views, self._starting
+        async with self._starting:
+            if component not in self._views:
+                await self._start_view(other.subjects())
+        return other
+
     @property
     def views(self) -> tuple[MembershipView, ...]:
         """The live views that this client has so far, one for each component."""

@@ -187,6 +187,24 @@ def test_a_hung_worker_and_a_killed_one_appear(browser: Any, fleet: Fleet) -> No
         page.locator("#worker-rows tr").filter(has_text=killed["instance_id"]).wait_for(state="detached")
 
 
+def test_the_page_shows_each_component_that_the_frontend_serves(browser: Any, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "--workers", "1", "--component", "policy", "--also-serve", "reference")
+    try:
+        with page_of(browser, fleet.url, allowed=REFUSED) as page:
+            seen(page, "h1", "demo.policy")
+            seen(page, "#fact-ready", "1 of 1")
+            seen(page, "#components a", "reference").click()
+            page.wait_for_url("**/?component=reference")
+            seen(page, "h1", "reference")
+            seen(page, "#problem-list li", "no worker is in the fleet")
+            assert "error" not in fleet.update("one")
+            seen(page, "#components a", "policy").click()
+            seen(page, "#fact-version", "one")
+            seen(page, "#event-list li", "update one committed")
+    finally:
+        fleet.started.end()
+
+
 def test_wrong_keys_are_refused_in_plain_words_and_a_key_stays_in_its_tab(browser: Any, locked: Fleet) -> None:
     with page_of(browser, locked.url, allowed=REFUSED) as page:
         field = page.get_by_label("Key of this fleet")

@@ -436,7 +436,7 @@ async def test_metrics_count_the_fleet(plane: Plane, rl: httpx.AsyncClient) -> N
 
     async def counted() -> bool:
         lines = (await rl.get(url)).text.splitlines()
-        return 'rl_plane_workers{state="open"} 2.0' in lines
+        return 'rl_plane_workers{component="engine",state="open"} 2.0' in lines
 
     await plane.until(counted)
-    assert "rl_plane_committed_sequence 0.0" in (await rl.get(url)).text.splitlines()
+    assert 'rl_plane_committed_sequence{component="engine"} 0.0' in (await rl.get(url)).text.splitlines()

@@ -14,8 +14,8 @@ import pytest
 
 from frontend.completions.call import GenerationCall
 from frontend.completions.reply_choice import Choice
+from frontend.components.served_component import ServedComponent
 from frontend.frontend_limits import FrontendLimits
-from frontend.main import Frontend
 from frontend.routing.demands import Demands
 from frontend.routing.engine_client import Event
 from frontend.routing.fleet_status import FleetStatus
@@ -125,7 +125,7 @@ async def test_a_demand_is_kept_where_a_worker_is_known_before_the_record(
         assert not old.requests
 
 
-async def ask_in_process(one: Frontend, demands: Demands) -> list[int]:
+async def ask_in_process(one: ServedComponent, demands: Demands) -> list[int]:
     request = GenerateRequest(id="r", prompt="hi")
     events = one.engines.generate(request, demands=demands)
     return [token async for event in events if isinstance(event, GenerateDelta) for token in event.token_ids]

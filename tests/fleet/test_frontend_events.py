@@ -168,12 +168,12 @@ async def test_an_updates_canary_is_told_and_counted(plane: Plane, rl: httpx.Asy
         assert finished["excluded"] == [bad.instance_id]
     url = str(rl.base_url).removesuffix("/v1/rl/") + "/metrics"
     wanted = {
-        'rl_plane_canary_failures_total{reason="fleet"} 1.0',
-        'rl_plane_canary_failures_total{reason="trainer"} 0.0',
-        f"rl_plane_canary_last_difference {reply['canary']['difference']!r}",
-        f"rl_plane_canary_last_mismatch_kl {reply['canary']['mismatch_kl']!r}",
-        'rl_plane_workers_closed{reason="numerics"} 1.0',
-        'rl_plane_workers_closed{reason="disabled"} 0.0',
+        'rl_plane_canary_failures_total{component="engine",reason="fleet"} 1.0',
+        'rl_plane_canary_failures_total{component="engine",reason="trainer"} 0.0',
+        f'rl_plane_canary_last_difference{{component="engine"}} {reply["canary"]["difference"]!r}',
+        f'rl_plane_canary_last_mismatch_kl{{component="engine"}} {reply["canary"]["mismatch_kl"]!r}',
+        'rl_plane_workers_closed{component="engine",reason="numerics"} 1.0',
+        'rl_plane_workers_closed{component="engine",reason="disabled"} 0.0',
     }
 
     async def told() -> bool:

@@ -360,7 +360,9 @@ async def test_requests_that_outlast_the_drain_time_return_their_tokens_so_far(p
             lines = response.aiter_lines()
             tokens = (await next_event(lines))["choices"][0]["token_ids"]
             async with asyncio.timeout(ENDS_S):
-                while "rl_plane_generation_in_flight 4.0" not in (await http.get(metrics)).text:
+                while (
+                    'rl_plane_generation_in_flight{component="engine"} 4.0' not in (await http.get(metrics)).text
+                ):
                     pass
             process.send_signal(signal.SIGTERM)
             while "error" not in (event := await next_event(lines)):

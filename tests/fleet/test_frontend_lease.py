@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from frontend.components.served_component import ServedComponent
 from frontend.frontend_limits import LIMITS, FrontendLimits
-from frontend.main import Frontend
 from frontend.routing.routing_lease import FrontendLease
 from rl_plane.bus.server import NatsServer
 from rl_plane.errors import BusUnreachable, NotAdmitted
@@ -78,7 +78,7 @@ def test_the_bounds_fit_together() -> None:
 # ---- on NATS ----
 
 
-async def ask(one: Frontend, **more: Any) -> list[int]:
+async def ask(one: ServedComponent, **more: Any) -> list[int]:
     request = GenerateRequest(id=secrets.token_hex(8), prompt="hi", **more)
     return [
         token
@@ -94,8 +94,7 @@ async def test_a_frontend_that_delivers_tokens_is_listed_until_it_ends(plane: Pl
         assert one.lease.holds()
         assert await listed(client) == [one.lease.frontend_id]
         assert not other.lease.holds()
-        assert b"rl_plane_serving_lease 1.0" in one.metrics.text()
-        assert b"rl_plane_serving_lease" not in other.metrics.text()
+        assert (one.fleet_facts().lease, other.fleet_facts().lease) == (True, None)
     assert await listed(client) == []
 
 

@@ -48,7 +48,7 @@ class Coordinator:
 
     async def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
         if self.frontend is not None:
-            return await self.frontend.calls.run(op, body, request_id)
+            return await self.frontend.own.calls.run(op, body, request_id)
         return await self.fleet.run(op, body, request_id)
 
 
@@ -271,7 +271,7 @@ class World:
             while True:
                 try:
                     async with Frontend.running(options) as frontend:
-                        me = Coordinator(process, frontend.client, frontend.calls.fleet, frontend)
+                        me = Coordinator(process, frontend.own.client, frontend.own.calls.fleet, frontend)
                         self.coordinators.append(me)
                         self.say(f"{process.name} is up")
                         await asyncio.Event().wait()
@@ -315,7 +315,7 @@ class World:
         start = self.loop.now
         by: Process | None = None
         try:
-            async for event in coordinator.frontend.engines.generate(request, demands=demands):
+            async for event in coordinator.frontend.own.engines.generate(request, demands=demands):
                 if isinstance(event, GenerateDelta):
                     tokens += event.token_ids
                     spans = list(event.spans) or spans

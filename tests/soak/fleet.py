@@ -231,7 +231,7 @@ class SoakFleet(KeptFleet):
         return [one for one in found if not one.endswith(" 0.0")] if state.status == 200 else [str(state)]
 
 
-_IN_FLIGHT = "rl_plane_generation_in_flight "
+_IN_FLIGHT = "rl_plane_generation_in_flight{"
 _ENGINE_FLAGS = {
     "vllm": ("--engine-arg", "max_model_len=2048", "--engine-arg", "max_lora_rank=64"),
     "sglang": ("--engine-arg", "context_length=2048"),

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from frontend.components.served_component import ServedComponent
 from frontend.main import Frontend
 from frontend.server.options import FrontendOptions
 from rl_plane.bus.state_store import read_frontends
@@ -21,11 +22,14 @@ BOUND_S = 10.0
 
 
 @asynccontextmanager
-async def running(plane: Plane, connect_bus: BusConnector | None = None, **more: Any) -> AsyncIterator[Frontend]:
+async def running(
+    plane: Plane, connect_bus: BusConnector | None = None, **more: Any
+) -> AsyncIterator[ServedComponent]:
+    """The own component of a frontend that runs until the block ends."""
     given = {"rl_port": None, "http_port": 0, "admission_wait_s": BOUND_S, **more}
     options = FrontendOptions(plane.url, plane.namespace, plane.component, **given)
-    async with Frontend.running(options, connect_bus) as one:
-        yield one
+    async with Frontend.running(options, connect_bus) as frontend:
+        yield frontend.own
 
 
 async def listed(client: RlClient) -> list[str]:

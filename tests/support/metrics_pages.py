@@ -10,10 +10,14 @@ def samples(page: str) -> list[Sample]:
     return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
 
 
-def values(page: str) -> dict[str, float]:
-    """Each series as Prometheus writes it, `name{label="value"}` with sorted labels, → its value."""
+def values(page: str, component: str | None = None) -> dict[str, float]:
+    """Each series as Prometheus writes it, `name{label="value"}` with sorted labels, → its value. `component`: without
+    the label of this component, and without the series of other ones."""
     found = {}
     for sample in samples(page):
+        of = sample.labels.pop("component", None) if component is not None else None
+        if of not in (None, component):
+            continue
         labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
         found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
     return found

@@ -20,8 +20,11 @@ PREFIX = "/fleet"
 
 
 def with_discovery(context: DialectContext, reply: dict[str, Any], base_url: str) -> dict[str, Any]:
-    """The reply of `workers` with Dynamo's fields beside its own."""
+    """The reply of `workers` with Dynamo's fields beside its own. Such a client steers the frontend's own component, so
+    workers of another one have none."""
     subjects = context.view.subjects
+    if any(row["component"] != subjects.component for row in reply["workers"]):
+        return reply
     for row in reply["workers"]:
         row.setdefault("admin_base_url", base_url)
         row.update(_request_plane(subjects.rl_direct(row["instance_id"])))

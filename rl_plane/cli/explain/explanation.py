@@ -112,7 +112,8 @@ def identify(facts: KnownFacts, given: str) -> tuple[str, str]:
         f"{len(facts.left)} that left, {len(facts.updates)} updates, {len(facts.requests)} running requests, "
         f"{len(facts.records)} records{gap}",
         fix="take a worker's id from `rl-plane workers`, an update's id or label from `rl-plane updates --json`, a "
-        "request's id from its reply or GET /v1/rl/requests. An ended request is only in records: --records DIR",
+        "request's id from its reply or GET /v1/rl/requests. An ended request is only in records: --records DIR. "
+        "One of another component: --component NAME",
     )
 
 

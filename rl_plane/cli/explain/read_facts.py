@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
 from rl_plane.cli.explain.wording import GONE, STOPPED, process_of
 from rl_plane.cli.keys import credentials
-from rl_plane.cli.output import BadSetting
-from rl_plane.cli.settings import Command
+from rl_plane.cli.settings import Command, only_component
 from rl_plane.cli.steer import over_nats
 from rl_plane.errors import DeadlineExceeded, PermissionDenied, PlaneError, Unauthorized, Unavailable
 from rl_plane.fleet.http_client import call_facade, call_json, read_events
@@ -75,10 +74,8 @@ def read_facts(given: Command, *, past: bool = True, request_id: str | None = No
 
 def one_component(given: Command) -> dict[str, Any]:
     """The body's field for the one component that the command names. Empty: the frontend's own."""
-    names = given.values.get("components") or ()
-    if len(names) > 1:
-        raise BadSetting("several components are given", field="--component", fix="name one, call by call")
-    return {"component": list(names)} if names else {}
+    name = only_component(given.values)
+    return {"component": [name]} if name is not None else {}
 
 
 def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past: bool) -> dict[str, Any]:
@@ -94,8 +91,11 @@ def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past
         "workers": op("workers", min_workers=0),
         "updates": op("updates", limit=MAX_UPDATES if past else 1),  # they also show whether the store answers
     }
+    name = only_component(values)
     if past:
-        parts["events"] = lambda: [(kind, data) for _, kind, data in read_events(url, key, PAST_S, None, False)]
+        parts["events"] = lambda: [
+            (kind, data) for _, kind, data in read_events(url, key, PAST_S, None, False, name)
+        ]
         parts["requests"] = lambda: call_json(f"{base}/requests", None, key, timeout_s)
     # The frontend answers this from its memory, so an error means that it does not answer at all, or refuses the key.
     try:
@@ -103,7 +103,11 @@ def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past
     except PlaneError as error:
         _raise_unreachable(error, base.removesuffix("/v1/rl"))
     found, errors = _side_by_side(parts, timeout_s if about["nats"]["connected"] else min(timeout_s, LOST_S))
-    found["about"] = about
+    shown = name or about.get("component")
+    found["about"] = {**about, **about.get("components", {}).get(shown, {})}
+    if "requests" in found:
+        rows = found["requests"]["requests"]
+        found["requests"]["requests"] = [row for row in rows if row.get("component", shown) == shown]
     return _facts(found, errors, f"the frontend at {base.removesuffix('/v1/rl')}")
 
 

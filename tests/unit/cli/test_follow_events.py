@@ -61,7 +61,8 @@ def test_a_follower_connects_again_after_the_last_event_that_it_has(
 ) -> None:
     asked: list[int | None] = []
 
-    def read(url: str, key: str | None, since_s: int, after: int | None, follow: bool) -> Iterator[Any]:
+    def read(url: str, key: str | None, since_s: int, after: int | None, *more: Any) -> Iterator[Any]:
+        assert more == (True, "reference")
         asked.append(after)
         if len(asked) == 3:
             raise KeyboardInterrupt
@@ -70,7 +71,7 @@ def test_a_follower_connects_again_after_the_last_event_that_it_has(
 
     monkeypatch.setattr(follow_events, "read_events", read)
     monkeypatch.setattr(follow_events, "AGAIN_S", 0.0)
-    assert main.run(["events", "--follow"]) == 130
+    assert main.run(["events", "--follow", "--component", "reference"]) == 130
     assert asked == [None, 1, 2]
     assert capsys.readouterr().out.count("end: stopping") == 2
 

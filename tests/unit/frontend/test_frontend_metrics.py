@@ -10,7 +10,8 @@ from typing import Any, get_args
 import pytest
 
 from frontend.completions.token_timings import TokenTimings
-from frontend.metrics.frontend_metrics import FleetFacts, FrontendMetrics, GenerationFacts
+from frontend.metrics.component_metrics import ComponentMetrics, FleetFacts, GenerationFacts
+from frontend.metrics.frontend_metrics import FrontendFacts, FrontendMetrics
 from frontend.metrics.lock_and_pause import LockAndPause
 from frontend.metrics.update_metrics import outcome_of
 from frontend.routing.departures import KEPT, KEPT_S, Departures
@@ -38,8 +39,6 @@ FLEET = FleetFacts(
     lock_held_by={},
     lock_held_s=0.0,
     pause_left_s=0.0,
-    connected=True,
-    reconnects=0,
 )
 
 
@@ -50,27 +49,36 @@ class Facts:
         self.fleet = replace(FLEET, **fleet)
         self.outcomes: dict[str, int] = {}
         self.timings = TokenTimings()
-        self.engines: list[EngineFacts] = []
 
     def fleet_facts(self) -> FleetFacts:
         return self.fleet
 
-    def engine_facts(self) -> list[EngineFacts]:
-        return self.engines
-
     def generation_facts(self) -> GenerationFacts:
         return GenerationFacts(
-            outcomes=self.outcomes, in_flight=0, picks={"load": 3}, moves={}, timings=self.timings, records={}
+            outcomes=self.outcomes, in_flight=0, picks={"load": 3}, moves={}, timings=self.timings
         )
 
 
-def shown(metrics: FrontendMetrics) -> dict[str, float]:
-    return values(metrics.text().decode())
+NO_ENGINES: list[EngineFacts] = []
+
+
+def page(
+    components: dict[str, ComponentMetrics],
+    engines: list[EngineFacts] = NO_ENGINES,
+    dialects: tuple[str, ...] = (),
+) -> str:
+    facts = FrontendFacts(connected=True, reconnects=0)
+    return FrontendMetrics(lambda: facts, components, lambda: engines, dialects).text().decode()
+
+
+def shown(metrics: ComponentMetrics) -> dict[str, float]:
+    """The series of a frontend's page, without the label that names its only component."""
+    return values(page({"engine": metrics}), "engine")
 
 
 @pytest.mark.parametrize(("lease", "told"), [(True, 1.0), (False, 0.0), (None, None)])
 def test_the_metrics_show_the_lease(lease: bool | None, told: float | None) -> None:
-    found = shown(FrontendMetrics(Facts(lease=lease)))
+    found = shown(ComponentMetrics(Facts(lease=lease)))
     assert "rl_plane_committed_sequence" not in found
     assert found['rl_plane_generation_picks_total{by="load"}'] == 3
     assert found.get("rl_plane_serving_lease") == told
@@ -79,9 +87,24 @@ def test_the_metrics_show_the_lease(lease: bool | None, told: float | None) -> N
 def test_the_metrics_keep_every_digit() -> None:
     facts = Facts(epoch=1_795_477_252_162)
     facts.outcomes["ok"] = 1_234_567
-    found = shown(FrontendMetrics(facts))
+    found = shown(ComponentMetrics(facts))
     assert found["rl_plane_membership_epoch"] == 1_795_477_252_162
     assert found['rl_plane_generation_requests_total{outcome="ok"}'] == 1_234_567
+
+
+def test_each_components_series_have_its_name() -> None:
+    facts = {"policy": Facts(sequence=7), "reference": Facts(lease=True)}
+    metrics = {name: ComponentMetrics(one) for name, one in facts.items()}
+    metrics["reference"].on_op("pause", "ok")
+    found = values(page(metrics))
+    assert found['rl_plane_committed_sequence{component="policy"}'] == 7
+    assert 'rl_plane_committed_sequence{component="reference"}' not in found
+    assert found['rl_plane_serving_lease{component="reference"}'] == 1
+    assert found['rl_plane_calls_total{component="reference",op="pause",outcome="ok"}'] == 1
+    assert [found[f'rl_plane_workers{{component="{name}",state="open"}}'] for name in metrics] == [1, 1]
+    assert found["rl_plane_nats_connected"] == 1
+    text = page(metrics)
+    assert text.count("# TYPE rl_plane_workers gauge") == 1
 
 
 def ended(**more: Any) -> UpdateEntry:
@@ -99,7 +122,7 @@ def ended(**more: Any) -> UpdateEntry:
 
 
 def test_an_update_is_counted_by_outcome_and_transport() -> None:
-    metrics = FrontendMetrics(Facts())
+    metrics = ComponentMetrics(Facts())
     metrics.updates.on_ended(ended(phases={"receive_s": 0.2, "gate_s": 0.002, "nonsense_s": 1.0}))
     metrics.updates.on_ended(ended(phases={"receive_s": 20.0}, excluded=["c"], workers_left_out=2))
     metrics.updates.on_ended(ended(outcome="aborted", transport={"backend": "x" * 100}, phases={"gate_s": 1.0}))
@@ -135,7 +158,7 @@ def test_the_outcome_of_an_update_has_one_word(entry: UpdateEntry, outcome: str)
 
 
 def test_the_metrics_show_the_canary() -> None:
-    metrics = FrontendMetrics(Facts(closed={"numerics": 1}))
+    metrics = ComponentMetrics(Facts(closed={"numerics": 1}))
     assert shown(metrics)['rl_plane_workers_closed{reason="numerics"}'] == 1
     assert "rl_plane_canary_last_difference" not in shown(metrics)
     for difference, reasons in ((0.5, {"trainer": 2, "x": 7}), (0.25, {"trainer": 1, "tie": 2})):
@@ -159,7 +182,7 @@ def test_tokens_that_come_together_share_their_gap() -> None:
     facts.timings.on_more(5.0, 1)
     for lag in (0, 2, 40):
         facts.timings.on_end(lag)
-    found = shown(FrontendMetrics(facts))
+    found = shown(ComponentMetrics(facts))
     assert found["rl_plane_generation_tokens_total"] == 6
     assert found["rl_plane_generation_first_token_seconds_count"] == 1
     assert found['rl_plane_generation_token_gap_seconds_bucket{le="0.03"}'] == 4
@@ -171,7 +194,7 @@ def test_tokens_that_come_together_share_their_gap() -> None:
 
 
 def test_a_strangers_words_never_become_labels() -> None:
-    metrics = FrontendMetrics(Facts())
+    metrics = ComponentMetrics(Facts())
     metrics.on_op("pause", "ok")
     metrics.on_op("x" * 50, "y" * 50)
     found = {key: value for key, value in shown(metrics).items() if key.startswith("rl_plane_calls_total")}
@@ -345,13 +368,12 @@ def test_the_pauses_lease_is_counted_by_the_servers_clock() -> None:
 def test_upstream_names_are_there_for_the_dialects_that_are_on(
     dialects: tuple[str, ...], prefixes: set[str]
 ) -> None:
-    facts = Facts()
     told = WorkerWork(100, 40, 2, 1, 0.25, 3, 12.5)
-    facts.engines = [
+    engines = [
         EngineFacts("a" * 16, "m", 2, 1, 4096, told),
         EngineFacts("b" * 16, "m", 5, 0, None, WorkerWork(7, 9)),
     ]
-    found = {key: value for key, value in shown(FrontendMetrics(facts, dialects)).items() if "model_name" in key}
+    found = {key: value for key, value in values(page({}, engines, dialects)).items() if "model_name" in key}
     of_a = {key.partition("{")[0]: value for key, value in found.items() if "a" * 16 in key}
     of_b = {key.partition("{")[0]: value for key, value in found.items() if "b" * 16 in key}
     vllm = {
@@ -379,9 +401,8 @@ def test_upstream_names_are_there_for_the_dialects_that_are_on(
 
 def test_the_docs_list_the_upstream_names_and_no_others() -> None:
     told = WorkerWork(100, 40, 2, 1, 0.25, 3, 12.5)
-    facts = Facts()
-    facts.engines = [EngineFacts("a" * 16, "m", 2, 1, 4096, told)]
-    found = shown(FrontendMetrics(facts, ("vllm", "sglang")))
+    engines = [EngineFacts("a" * 16, "m", 2, 1, 4096, told)]
+    found = values(page({}, engines, ("vllm", "sglang")))
     names = {name for key in found if ":" in (name := key.partition("{")[0])}
     text = (ROOT / "docs" / "metrics.md").read_text()
     assert set(re.findall(r"`((?:vllm|sglang):\w+)`", text)) == names

@@ -115,3 +115,23 @@ async def test_updates_in_flight_are_bounded_and_end_with_the_frontend() -> None
     await calls.close(0.01)
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(one, asyncio.CancelledError) for one in ended)
+
+
+@pytest.mark.parametrize(
+    ("component", "told"),
+    [
+        (None, []),
+        ("a", ["a"]),
+        ("a,b", ["a", "b"]),
+        (["b", "b", "a"], ["b", "a"]),
+        ([["a"], 5, None], []),
+        (7, []),
+    ],
+)
+async def test_an_op_is_told_with_the_components_that_its_body_names(component: Any, told: list[str]) -> None:
+    fleet, calls = _calls()
+    fleet.go.set()
+    heard: list[tuple[str, str, list[str]]] = []
+    calls.on_op = lambda op, asked_by, outcome, components: heard.append((op, outcome, components))
+    await calls.run("resume", {} if component is None else {"component": component})
+    assert heard == [("resume", "ok", told)]

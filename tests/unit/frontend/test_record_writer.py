@@ -26,7 +26,8 @@ def record(number: int = 0, tokens: int = 3, **request: Any) -> RolloutRecord:
     choice = Choice(index=0, instance_id="a" * 16, incarnation="one", token_ids=list(range(tokens)))
     choice.logprobs, choice.finish_reason = [-0.5] * tokens, "stop"
     asked = GenerateRequest(id=f"r{number}", **{"prompt_token_ids": [5, 6], **request})
-    return RolloutRecord(request=asked, choice=choice, outcome="ok", began_at=1.0, first_token_s=0.1, seconds=0.2)
+    times: dict[str, Any] = {"began_at": 1.0, "first_token_s": 0.1, "seconds": 0.2}
+    return RolloutRecord(component="engine", request=asked, choice=choice, outcome="ok", **times)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from rl_plane.client import RlClient
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.sync import SyncRlClient
 
-ONLY_ASYNC = {"ask", "ask_frontends", "lock", "subjects", "view", "watch"}
+ONLY_ASYNC = {"ask", "ask_frontends", "beside", "lock", "subjects", "view", "watch"}
 """Methods for coordinators and watchers, which need the event loop."""
 
 
