@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.described_broadcast import DescribedBroadcast
 from frontend.dialects.common.dynamo_discovery import mount as mount_discovery
 from frontend.dialects.common.fleet_as_one import begun, unretried, world_size
 from frontend.dialects.common.pause_and_adapters import load_adapter, mount_adapters, mount_pause
@@ -26,7 +27,7 @@ BY_PATH = "update_weights_from_path"
 RPC_METHODS = (BY_PATH, "init_broadcaster")
 """The methods of prime-rl's own worker that its pool of Dynamo's workers calls by `/collective_rpc`."""
 OWN_OF_UPDATE = ("weight_dir", "weight_version", "reset_prefix_cache", "skip_prefix_cache_reset")
-NO_PICKLE = f"weight_broadcast.type = filesystem; or {ANOTHER_WAY}"
+BY_ROUTES = f"weight_broadcast.type = filesystem; or /init_broadcaster and /update_weights; or {ANOTHER_WAY}"
 
 
 class BroadcasterFields(Fields):
@@ -43,15 +44,18 @@ class BroadcasterFields(Fields):
     group_name: str | None = None
     """The name of a torch process group. None: `prime-rl`."""
     backend: str | None = None
-    """`gloo` or `nccl`: a torch process group. None: prime-rl's own NCCL."""
+    """`gloo` or `nccl`: a torch process group, for which `/update_weights` has `update_info`. None: prime-rl's own
+    NCCL broadcast, which says in the group what comes."""
+    session_id: str | None = None
+    """Not supported: a session of ModelExpress, for prime-rl's NIXL."""
 
 
 class PrimeRlUpdateFields(Fields):
     """`POST /update_weights`"""
 
     weight_dir: str | None = None
-    """A directory of safetensors below the workers' weight roots. null, "" or with `update_info`: from the
-    broadcaster."""
+    """A directory of safetensors below the workers' weight roots. null, "", with `update_info`, or after an
+    `init_broadcaster` without `backend`: from the broadcaster."""
     weight_version: Label | None = None
     reset_prefix_cache: bool = True
     """False has no effect: no new request may reuse KV of older weights."""
@@ -70,13 +74,14 @@ class PrimeRlAdapterFields(Fields):
 
 def mount(routes: SharedRoutes, context: DialectContext) -> None:
     transactions = Transactions(context, GROUP)
+    own = DescribedBroadcast(transactions)
     if not routes.has("POST", "/pause"):
         mount_pause(routes, context)
     if not routes.has("POST", "/v1/load_lora_adapter"):
         mount_adapters(routes, context)
     mount_adapters(routes, context, "/", replaces=True)
     for prefix in ("", PREFIX):
-        _mount_updates(routes, context, transactions, prefix)
+        _mount_updates(routes, transactions, own, context, prefix)
     mount_adapters(routes, context, PREFIX + "/v1/", replaces=True)
     _mount_rpc(routes, context)
 
@@ -99,17 +104,19 @@ def mount(routes: SharedRoutes, context: DialectContext) -> None:
     mount_discovery(routes, context)
 
 
-def _mount_updates(routes: SharedRoutes, context: DialectContext, transactions: Transactions, prefix: str) -> None:
+def _mount_updates(
+    routes: SharedRoutes, transactions: Transactions, own: DescribedBroadcast, context: DialectContext, prefix: str
+) -> None:
     @routes.post(
         prefix + "/init_broadcaster", BroadcasterFields, "Form a group of the trainer and every rank.", once=True
     )
     async def init(request: ParsedRequest[BroadcasterFields]) -> Any:
         fields = request.fields
-        if fields.backend is None:
+        if fields.session_id is not None:
             raise InvalidRequest(
-                "prime-rl's own NCCL broadcast names its tensors in a pickle, which is never opened here",
-                field="backend",
-                fix=NO_PICKLE,
+                "prime-rl's NIXL pulls the weights by way of ModelExpress, which is not supported here",
+                field="session_id",
+                fix="weight_broadcast.type = nccl or filesystem",
             )
         if fields.quantize_in_weight_transfer:
             raise InvalidRequest(
@@ -126,7 +133,10 @@ def _mount_updates(routes: SharedRoutes, context: DialectContext, transactions: 
             "world_size": fields.inference_world_size + 1,
             "timeout_s": fields.timeout,
         }
-        await unretried(transactions.init(info, request.path))
+        if fields.backend is not None:
+            await unretried(transactions.init(info, request.path))
+            return {"status": "ok"}
+        await unretried(own.init(info, request.path))
         return {"status": "ok"}
 
     @routes.post(
@@ -146,7 +156,9 @@ def _mount_updates(routes: SharedRoutes, context: DialectContext, transactions: 
         ):
             if keeps_cache:
                 report(request.path, name, "no new request may reuse KV of older weights")
-        if fields.weight_dir and fields.update_info is None:
+        if own.formed:
+            reply = await unretried(_described(own, request))
+        elif fields.weight_dir and fields.update_info is None:
             reply = await unretried(_from_directory(context, fields, request))
         else:
             reply = await unretried(_from_broadcaster(transactions, request))
@@ -166,9 +178,9 @@ def _mount_rpc(routes: SharedRoutes, context: DialectContext) -> None:
         path = fields.args[0] if fields.args else None
         if fields.method != BY_PATH or path in (None, ""):
             raise InvalidRequest(
-                "prime-rl's own broadcasts name their tensors in a pickle, which is never opened here",
+                "prime-rl's broadcasts are not received by /collective_rpc",
                 field="method" if fields.method != BY_PATH else "args",
-                fix=NO_PICKLE,
+                fix=BY_ROUTES,
             )
         if not isinstance(path, str) or len(fields.args) > 1:
             raise InvalidRequest(f"{BY_PATH} takes one directory", field="args", fix="args: [its path]")
@@ -191,6 +203,17 @@ async def _from_directory(
     }
     with begun():
         return await context.calls.run("update_weights", body, request.request_id)
+
+
+async def _described(own: DescribedBroadcast, request: ParsedRequest[PrimeRlUpdateFields]) -> dict[str, Any]:
+    fields = request.fields
+    if fields.update_info is not None:
+        raise InvalidRequest(
+            "prime-rl's own broadcast says in the group what comes",
+            field="update_info",
+            fix="leave it out, or give init_broadcaster a backend",
+        )
+    return await own.update(fields.weight_dir, fields.weight_version, request.request_id)
 
 
 async def _from_broadcaster(

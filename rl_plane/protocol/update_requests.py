@@ -591,7 +591,8 @@ def _check_delta(update: _Update) -> None:
 
 
 def _check_in_parts(update: _Update) -> None:
-    """Checks that an update in parts is a full checkpoint of base weights, with staging."""
+    """Checks that an update whose tensors are announced as they come is a full checkpoint of base weights, with
+    staging."""
     wrong = {
         "target": update.target.kind != "base",
         "encoding": update.encoding != "full",
@@ -647,7 +648,7 @@ class UpdateWeights(_Update):
     @model_validator(mode="after")
     def _source(self) -> Self:
         check_source(self.target, self.transport)
-        if self.in_parts:
+        if self.described_as_it_comes:
             _check_in_parts(self)
         return self
 
@@ -692,6 +693,15 @@ class UpdateWeights(_Update):
         if transport is None or transport.backend not in IN_PARTS:
             return False
         return bool((transport.model_extra or {}).get("in_parts"))
+
+    @property
+    def described_as_it_comes(self) -> bool:
+        """Reports whether the tensors are described as they come: part by part, or in a group that the trainer has
+        formed itself (`format`)."""
+        transport = self.transport
+        if transport is None or transport.backend not in PUSHED:
+            return self.in_parts
+        return self.in_parts or "format" in (transport.model_extra or {})
 
 
 class Rollback(Body):

@@ -28,6 +28,9 @@ ANOTHER_WAY = (
 OWN_NCCL = "nccl"
 """The backend of a group that the trainer forms by vLLM's own NCCL engine."""
 
+TAKEN_S = 10.0
+"""Seconds beyond an update's own time-out, in which its last tensors are staged."""
+
 P = TypeVar("P", bound="VllmInfo")
 
 
@@ -82,14 +85,25 @@ class Transfer:
     packed: bool
     bucket_bytes: int
     timeout_s: float
-    """The time-out of each part."""
+    """The time-out of each part. With a `format`: of the whole update."""
+    format: str | None = None
+    """The format in which the trainer describes its tensors in the group, before they come. None: it announces them by
+    calls."""
 
     @property
     def transport(self) -> dict[str, Any]:
-        return {"backend": self.backend, "group": self.group, "in_parts": True}
+        how = {"in_parts": True} if self.format is None else {"format": self.format}
+        return {"backend": self.backend, "group": self.group, **how}
+
+    @property
+    def policy(self) -> dict[str, Any]:
+        """The fields of a prepared update's policy that follow from it."""
+        return {} if self.format is None else {"prepare_timeout_s": self.timeout_s + TAKEN_S}
 
     @classmethod
-    def of(cls, info: InitInfo, group: str, timeout_s: float = PART_TIMEOUT_S) -> Transfer:
+    def of(
+        cls, info: InitInfo, group: str, timeout_s: float = PART_TIMEOUT_S, format: str | None = None
+    ) -> Transfer:
         """Builds it from `init_info`. `group`, `timeout_s`: the values that the trainer has not given."""
         return cls(
             info.backend or OWN_NCCL,
@@ -97,6 +111,7 @@ class Transfer:
             info.packed,
             info.packed_buffer_size_bytes,
             min(info.timeout_s or timeout_s, MAX_PART_TIMEOUT_S),
+            format,
         )
 
 

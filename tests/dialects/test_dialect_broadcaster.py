@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -56,6 +57,7 @@ async def test_trainers_that_broadcast_to_vllm(plane: Plane) -> None:
             await _prime_rl(witnesses, ids, trainer, http)
             http.timeout = httpx.Timeout(None)
             await _skyrl(witnesses, ids, trainer, http)
+            await _older_skyrl(witnesses, ids, trainer, http)
             await _nemo_rl_by_dynamo(witnesses, ids, trainer, http)
 
 
@@ -239,6 +241,48 @@ async def _skyrl(witnesses: Witnesses, ids: list[str], trainer: CommandedProcess
         reply = await http.post("/inference/v1/generate", json=body, headers={"X-Session-ID": "episode 1"})
         (choice,) = fine(reply)["choices"]
         assert choice["token_ids"] == witnessed(seed, 4)
+
+
+async def _older_skyrl(
+    witnesses: Witnesses, ids: list[str], trainer: CommandedProcess, http: httpx.AsyncClient
+) -> None:
+    """Its client of a remote engine. No call ends an update: the last missing tensor commits it."""
+    for number, seed in enumerate((3, 1, 2)):
+        group, port = f"older skyrl {next(NUMBERS)}", free_port()
+        init = {"master_port": port, "rank_offset": 1, "world_size": 3, "group_name": group, "backend": "gloo"}
+        if number:  # asdict(BroadcastInitInfo)
+            init |= {"master_addr": HOST, "model_dtype_str": "torch.float32", "override_existing_receiver": True}
+        else:
+            init |= {"master_address": HOST, "override_existing": False}
+        wrong = refused(await http.post("/init_weight_update_communicator", json={**init, "world_size": 4}), 400)
+        assert wrong["field"] == "world_size"
+        formed, _ = await asyncio.gather(
+            http.post("/init_weight_update_communicator", json=init),
+            trainer.do("form", {"group": group, "port": port, "world_size": 3, "timeout_s": GLOO_S}),
+        )
+        assert fine(formed) == {"status": "ok"}
+        directory = witnesses.base(seed)
+        fine(await http.post("/pause?mode=keep"))
+        for part in parts_of(directory, 99 if number == 0 else 3):
+            told, path, body = {**part, "layout": "each"}, "/update_weights", {**part}
+            if number == 0:  # one tensor: name, dtype, shape
+                body = {key.removesuffix("s"): value[0] for key, value in part.items()}
+            if number == 1:
+                path, body, told["layout"] = "/update_weights_skyrl", {**part, "sizes": _sizes(part)}, "flat"
+            sent = {"group": group, "directory": str(directory), "part": told}
+            reply, _ = await asyncio.gather(http.post(path, json=body), trainer.do("send", sent))
+            assert fine(reply) == {"status": "ok"}
+        fine(await http.post("/resume"))
+        fine(await http.post("/reset_prefix_cache", json={"reset_running_requests": False}))
+        await proven(http, ids, seed)
+        assert fine(await http.post("/destroy_weights_update_group"))["success"] is True
+    shared = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "extras": [{"ipc_handles": {}}]}
+    assert refused(await http.post("/update_weights", json=shared), 501)["field"] == "extras"
+    assert refused(await http.post("/update_weights", json={**part, "name": "a"}), 400)["field"] == "name"
+
+
+def _sizes(part: dict[str, Any]) -> list[int]:
+    return [math.prod(shape) for shape in part["shapes"]]
 
 
 async def _nemo_rl_by_dynamo(

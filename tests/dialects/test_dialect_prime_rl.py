@@ -110,7 +110,7 @@ async def test_what_can_not_be_is_refused_once_and_by_name(plane: Plane, http: h
         "quantize_in_weight_transfer": False,
     }
     for path, body, status, field in [
-        ("/init_broadcaster", nccl, 400, "backend"),
+        ("/init_broadcaster", nccl, 400, "init_info.backend"),
         ("/init_broadcaster", {**nccl, "backend": "mpi"}, 400, "init_info.backend"),
         ("/init_broadcaster", {**nccl, "backend": "gloo", "inference_world_size": 3}, 400, "world_size"),
         ("/init_broadcaster", {**nccl, "backend": "gloo", "quantize_in_weight_transfer": True}, 400, None),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,12 @@ from rl_plane.protocol.vllm_bodies import (
     unknown_of,
 )
 
+Ready = Callable[[], Awaitable[None]]
+
+
+async def _at_once() -> None:
+    return None
+
 
 @dataclass
 class _Current:
@@ -69,17 +75,27 @@ class Transactions:
 
     # ---- the group ----
 
-    async def init(self, given: Mapping[str, Any], where: str) -> None:
-        """Forms the group, with every rank of the fleet at its place. Checks everything before it asks a worker."""
+    async def init(
+        self, given: Mapping[str, Any], where: str, *, format: str | None = None, ready: Ready = _at_once
+    ) -> None:
+        """Forms the group, with every rank of the fleet at its place. Checks everything before it asks a worker.
+
+        Args:
+            given: the `init_info`.
+            where: the path of the call, for the log.
+            format: the format in which the trainer describes its tensors in the group. None: it announces them.
+            ready: waits until the trainer can be joined.
+        """
         for name in unknown_of(InitInfo, given):
             report(where, f"init_info.{name}")
         info = parse_part(InitInfo, given, "init_info")
         rows = engine_replies(await self._context.calls.run("describe", {}))
         check_init(info, rows)
         check_world(info.world_size, info.rank_offset, await world_size(self._context))
+        await ready()
         await self._leave()
         self.transfer = None
-        transfer = Transfer.of(info, self._group, self._context.part_timeout_s)
+        transfer = Transfer.of(info, self._group, self._context.part_timeout_s, format)
         if info.timeout_s is not None and info.timeout_s > transfer.timeout_s:
             report(where, "init_info.timeout_s", f"nothing is waited for longer than {transfer.timeout_s:g} s")
         with begun():
@@ -122,7 +138,7 @@ class Transactions:
         if before is not None and before.failed:
             await self.drop()
         if self.transfer is not None:
-            await self._prepare(current, self.transfer.transport)
+            await self._prepare(current, self.transfer.transport, self.transfer.policy)
         self._current = current
 
     async def _is_open(self, current: _Current) -> bool:
@@ -236,9 +252,13 @@ class Transactions:
             except PlaneError:
                 pass  # the update has ended already
 
-    async def _prepare(self, current: _Current, transport: dict[str, Any]) -> None:
+    async def _prepare(
+        self, current: _Current, transport: dict[str, Any], policy: Mapping[str, Any] | None = None
+    ) -> None:
         try:
-            named = {} if current.label is None else {"version": current.label}
+            named: dict[str, Any] = {} if current.label is None else {"version": current.label}
+            if policy:
+                named["policy"] = dict(policy)
             body = {"transport": transport, "owner": self._group, **named}
             await self._context.calls.run("prepare_weights_update", body, current.update_id)
         except Locked as error:

@@ -42,7 +42,8 @@ class GroupFields(Fields):
 class GroupName(Fields):
     """`/destroy_weights_update_group`"""
 
-    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+    group_name: str | None = Field(None, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+    """None: `weight_update_group`, or the group that SkyRL has formed last."""
 
 
 class _Line:
@@ -81,6 +82,8 @@ class Groups:
 
     def __init__(self, context: DialectContext, turn_wait_s: float = TURN_WAIT_S) -> None:
         """`turn_wait_s`: the longest wait of a call for the groups before it."""
+        self.unnamed = DEFAULT_GROUP
+        """The group of calls that name none: SGLang's default, or the last one of SkyRL's."""
         self._context = context
         self._backends: dict[str, str] = {}
         self._line = _Line(turn_wait_s)
@@ -149,5 +152,6 @@ def mount_groups(routes: SharedRoutes, groups: Groups, begins_anew: Callable[[],
 
     @routes.post("/destroy_weights_update_group", GroupName, "Leave the group.", once=True)
     async def destroy(request: ParsedRequest[GroupName]) -> Any:
-        reply = await groups.leave(request.fields.group_name, request.request_id)
+        name = request.fields.group_name or groups.unnamed
+        reply = await groups.leave(name, request.request_id)
         return {"success": True, "message": joined(reply, "Succeeded to destroy custom process group.")}

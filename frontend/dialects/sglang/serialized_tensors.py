@@ -22,7 +22,10 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from frontend.dialects.sglang.pickle_reader import (
+from rl_plane.errors import InvalidRequest, Unsupported
+from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory
+from rl_plane.protocol.versions import DTYPE_BYTES, MAX_RANK, TensorSpec, checked_name
+from rl_plane.weights.pickle_reader import (
     Budget,
     ForbiddenPickle,
     Name,
@@ -31,10 +34,7 @@ from frontend.dialects.sglang.pickle_reader import (
     kind_of,
     read_pickle,
 )
-from rl_plane.errors import InvalidRequest, Unsupported
-from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory
-from rl_plane.protocol.update_requests import PART_DTYPES
-from rl_plane.protocol.versions import DTYPE_BYTES, MAX_RANK, TensorSpec, checked_name
+from rl_plane.weights.pickled_torch import DTYPES, MAX_SIDE, SIZE, Dtype, Size, checked, ints
 
 FIELD = "serialized_named_tensors"
 LISTED = (None, "direct")
@@ -47,7 +47,6 @@ MAX_ELEMENTS = 64
 """Elements of one call: the ranks of one engine."""
 MAX_NESTED = MAX_TENSORS
 """Pickles within one pickle: the values of all its LocalSerializedTensors."""
-MAX_SIDE = 1 << 40
 
 SHARING_FIX = 'call torch.multiprocessing.set_sharing_strategy("file_system") in the trainer, or send CUDA tensors'
 ANOTHER_WAY = 'send tensors as SGLang\'s trainers do, or a safetensors file (load_format "safetensors")'
@@ -153,17 +152,6 @@ def _refuse(what: str, fix: str) -> NoReturn:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Size:
-    sides: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Dtype:
-    name: str
-    """Its safetensors name."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
     memory: NamedMemory | None
 
@@ -171,7 +159,7 @@ class _Storage:
 @dataclass(frozen=True, slots=True, eq=False)
 class _TypedStorage:
     memory: NamedMemory | None
-    dtype: _Dtype
+    dtype: Dtype
 
 
 class _Element:
@@ -181,7 +169,7 @@ class _Element:
         self._shared = shared
         self._budget = budget
         self._nested = 0
-        self._names: dict[tuple[str, str], Any] = _DTYPES | {
+        self._names: dict[tuple[str, str], Any] = DTYPES | {
             (one.module, one.name): one
             for one in (
                 *_CLASSES,
@@ -263,7 +251,7 @@ class _Element:
 
     def _named_storage(self, arguments: tuple[Any, ...]) -> _Storage:
         """`rebuild_storage_filename(cls, manager, handle, size)`"""
-        of, manager, handle, size = _checked("a shared storage", arguments, Name, bytes, bytes, int)
+        of, manager, handle, size = checked("a shared storage", arguments, Name, bytes, bytes, int)
         if of is not _STORAGE or not manager:
             raise UnreadablePickle(f"a storage of {of}")
         try:
@@ -286,7 +274,7 @@ class _Element:
                 "call sglang.srt.utils.patch_torch.monkey_patch_torch_reductions() in the trainer first",
             )
         _check_class(of)
-        if storage not in _STORAGES or type(dtype) is not _Dtype or type(grad) is not bool:
+        if storage not in _STORAGES or type(dtype) is not Dtype or type(grad) is not bool:
             raise UnreadablePickle("a CUDA tensor of an unknown storage")
         counter, counter_offset, event, event_sync = counted
         if nbytes == 0 and type(nbytes) is int:
@@ -310,54 +298,36 @@ class _Element:
         return _tensor(dtype, size, strides, offset, memory)
 
 
-def _checked(what: str, arguments: tuple[Any, ...], *types: type) -> tuple[Any, ...]:
-    if [type(one) for one in arguments] != list(types):
-        given = ", ".join(kind_of(one) for one in arguments[:8])
-        raise UnreadablePickle(f"{what} of {given or 'nothing'}")
-    return arguments
-
-
 def _check_class(of: Any) -> None:
     if of not in _TENSORS:
         raise UnreadablePickle(f"a tensor of the class {kind_of(of)}")
 
 
-def _ints(value: Any, most: int) -> bool:
-    return type(value) is tuple and len(value) <= most and all(type(one) is int for one in value)
-
-
-def _size(arguments: tuple[Any, ...]) -> _Size:
-    (sides,) = _checked("a shape", arguments, tuple)
-    if not _ints(sides, MAX_RANK) or not all(0 <= side < MAX_SIDE for side in sides):
-        raise UnreadablePickle("a shape that no weight can have")
-    return _Size(sides)
-
-
 def _empty_storage(arguments: tuple[Any, ...]) -> _Storage:
-    (of,) = _checked("an empty storage", arguments, Name)
+    (of,) = checked("an empty storage", arguments, Name)
     if of is not _STORAGE:
         raise UnreadablePickle(f"a storage of {of}")
     return _Storage(None)
 
 
 def _typed_storage(arguments: tuple[Any, ...]) -> _TypedStorage:
-    storage, dtype = _checked("a typed storage", arguments, _Storage, _Dtype)
+    storage, dtype = checked("a typed storage", arguments, _Storage, Dtype)
     return _TypedStorage(storage.memory, dtype)
 
 
 def _cpu_tensor(arguments: tuple[Any, ...]) -> SharedTensor:
     """`rebuild_tensor(cls, storage, (offset, size, strides, requires_grad))`"""
-    of, storage, metadata = _checked("a tensor", arguments, Name, _TypedStorage, tuple)
+    of, storage, metadata = checked("a tensor", arguments, Name, _TypedStorage, tuple)
     _check_class(of)
-    offset, size, strides, _ = _checked("a tensor's shape", metadata, int, _Size, tuple, bool)
+    offset, size, strides, _ = checked("a tensor's shape", metadata, int, Size, tuple, bool)
     return _tensor(storage.dtype, size, strides, offset, storage.memory)
 
 
 def _tensor(
-    dtype: _Dtype, size: Any, strides: Any, offset: Any, memory: NamedMemory | GpuMemory | None
+    dtype: Dtype, size: Any, strides: Any, offset: Any, memory: NamedMemory | GpuMemory | None
 ) -> SharedTensor:
     """Checks that a tensor lies within its memory."""
-    if type(size) is not _Size or not _ints(strides, MAX_RANK) or len(strides) != len(size.sides):
+    if type(size) is not Size or not ints(strides, MAX_RANK) or len(strides) != len(size.sides):
         raise UnreadablePickle("a tensor whose strides do not fit its shape")
     if type(offset) is not int or not all(0 <= one < MAX_SIDE for one in (offset, *strides)):
         raise UnreadablePickle("a tensor with a negative or endless stride or offset")
@@ -382,7 +352,7 @@ def _of_bucket(whole: SharedTensor, one: Record) -> SharedTensor:
     """A tensor of a flattened bucket. `start_idx` and `end_idx` count elements of the bucket."""
     fields = one.fields
     size, dtype, first, end = (fields.get(name) for name in ("shape", "dtype", "start_idx", "end_idx"))
-    if type(size) is not _Size or type(dtype) is not _Dtype or type(first) is not int or type(end) is not int:
+    if type(size) is not Size or type(dtype) is not Dtype or type(first) is not int or type(end) is not int:
         raise UnreadablePickle("metadata of a tensor with values of another kind")
     spec, width = TensorSpec(dtype.name, size.sides), DTYPE_BYTES[whole.spec.dtype]
     if not 0 <= first <= end <= whole.spec.shape[0] or (end - first) * width != spec.nbytes:
@@ -407,13 +377,11 @@ _CLASSES = (
     *_TENSORS,
     _METADATA,
     _LOCAL,
-    Name("torch", "Size", _size),
+    SIZE,
     Name(_REDUCTIONS, "rebuild_storage_empty", _empty_storage),
     Name(_REDUCTIONS, "rebuild_typed_storage", _typed_storage),
     Name(_REDUCTIONS, "rebuild_tensor", _cpu_tensor),
 )
-
-_DTYPES = {("torch", name): _Dtype(dtype) for name, dtype in PART_DTYPES.items()}
 
 _FORBIDDEN = {
     (_REDUCTIONS, "rebuild_storage_fd"): ForbiddenPickle(

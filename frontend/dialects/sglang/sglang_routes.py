@@ -13,6 +13,7 @@ from frontend.dialects.sglang.control import mount_control
 from frontend.dialects.sglang.groups import Groups, mount_groups
 from frontend.dialects.sglang.info import mount_info
 from frontend.dialects.sglang.sglang_session import Updates
+from frontend.dialects.sglang.skyrl_remote import mount_skyrl_remote
 from frontend.dialects.sglang.tensor_routes import mount_tensors
 from frontend.dialects.sglang.update_routes import mount_updates
 from frontend.dialects.sglang.weights_checker import mount_checker
@@ -31,3 +32,4 @@ def mount(routes: SharedRoutes, context: DialectContext) -> None:
     mount_tensors(routes, context, updates, store)
     mount_adapters(routes, context)
     mount_areal_vllm(routes, context, groups, updates)
+    mount_skyrl_remote(routes, groups, updates)

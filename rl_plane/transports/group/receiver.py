@@ -8,13 +8,15 @@ one of these:
     {backend, group?, manifest, num_buckets?}                       the manifest is short
     {backend, shares: [{rank, group, manifest_key, …}, …]}          each rank of the trainer sends its own share
     {backend, group, in_parts: true}                                the trainer announces it part by part
+    {backend, group, format: "prime-rl"}                            the trainer describes it in the group itself
 
 For shares `init_transport` has `shares: [{group, master_address, …}, …]`: a group for each rank of the trainer that
-owns tensors. Parts need a group that the trainer has formed itself, with `init_transport {backend, form: "torch",
-rendezvous?, group, master_address, master_port, timeout_s?}`; there may be several (see `streamed_delivery.py`; for the
-store see `Group.put`). With `rendezvous: "vllm"` the trainer has formed it as vLLM's own NCCL engine does. In such a
-group a worker takes one rank for each rank of its engine. The first one receives, and the bytes of the others are
-dropped. A receive that fails drops the group, since what was posted to it can't be taken back.
+owns tensors. The last two need a group that the trainer has formed itself, with `init_transport {backend,
+form: "torch", rendezvous?, group, master_address, master_port, timeout_s?}`; there may be several (see
+`streamed_delivery.py` and `described_delivery.py`; for the store see `Group.put`). With `rendezvous: "vllm"` the
+trainer has formed it as vLLM's own NCCL engine does. In such a group a worker takes one rank for each rank of its
+engine. The first one receives, and the bytes of the others are dropped. A receive that fails drops the group, since
+what was posted to it can't be taken back.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from rl_plane.protocol.hashers import hex_digest
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import DIGEST_PATTERN
 from rl_plane.transports.base import GroupedTransport, TransportContext, check_fields
+from rl_plane.transports.group.described_delivery import DescribedDelivery
+from rl_plane.transports.group.prime_rl_wire import FORMAT
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
 from rl_plane.transports.group.streamed_delivery import GroupPartwiseDelivery, received
 from rl_plane.transports.group.torch_group import (
@@ -53,6 +57,10 @@ MAX_GROUPS = 64
 """The most groups that a trainer may form itself: one for each stage of its pipeline."""
 
 
+OwnGroupDelivery = GroupPartwiseDelivery | DescribedDelivery
+"""The deliveries by groups that a trainer has formed itself."""
+
+
 class GroupTransport(GroupedTransport):
     """The transport of one worker. Holds one trainer's groups of the form `plane`, and those that a trainer has formed
     itself."""
@@ -65,7 +73,7 @@ class GroupTransport(GroupedTransport):
         """The group of the form `plane`, or one for each share, by name."""
         self._own: dict[str, Group] = {}
         """Groups of the form `torch`, by name."""
-        self._receiving: list[GroupDelivery | GroupPartwiseDelivery] = []
+        self._receiving: list[GroupDelivery | OwnGroupDelivery] = []
         self._forming = threading.Lock()
 
     def init(self, config: Mapping[str, Any]) -> None:
@@ -129,11 +137,11 @@ class GroupTransport(GroupedTransport):
         for group in list(self._own.values()):
             group.drop(why)
 
-    def open(
-        self, request: Mapping[str, Any], kind: Kind
-    ) -> GroupDelivery | GroupPartwiseDelivery | MergedDelivery:
+    def open(self, request: Mapping[str, Any], kind: Kind) -> GroupDelivery | OwnGroupDelivery | MergedDelivery:
         if "in_parts" in request:
             return self._open_in_parts(request)
+        if "format" in request:
+            return self._open_described(request)
         if SHARES in request:  # all at once, since each rank of the trainer waits until its buckets are taken
             return open_shares(self.backend, request, MAX_SHARES, self._open_whole)
         return self._open_whole(request)
@@ -163,18 +171,36 @@ class GroupTransport(GroupedTransport):
                 field="transport.group",
                 fix="name it, with in_parts: true",
             )
-        group = self._own_group(name)
-        formed, now = group.place.fleet_ranks, request.get("fleet_ranks")
-        if now not in (None, formed):
+        group = self._whole_own_group(name, request.get("fleet_ranks"))
+        delivery = GroupPartwiseDelivery(group, self._own_group, self._drop_own)
+        self._receiving.append(delivery)
+        return delivery
+
+    def _open_described(self, request: Mapping[str, Any]) -> DescribedDelivery:
+        check_fields(self.backend, request, "group", "format", "fleet_ranks")
+        name = request.get("group")
+        if request["format"] != FORMAT or not isinstance(name, str):
             raise InvalidRequest(
-                f"the group {name!r} was formed with {formed} ranks of the fleet, which has {now} now",
+                f"a format is {FORMAT!r}, with the name of a group that the trainer has formed",
+                field="transport.format",
+                fix="name the group, or leave the format out",
+            )
+        delivery = DescribedDelivery(self._whole_own_group(name, request.get("fleet_ranks")), self._drop_own)
+        self._receiving.append(delivery)
+        return delivery
+
+    def _whole_own_group(self, name: str, fleet_ranks: Any) -> Group:
+        """A group that the trainer has formed, if it is free and has all ranks that the fleet has now."""
+        group = self._own_group(name)
+        formed = group.place.fleet_ranks
+        if fleet_ranks not in (None, formed):
+            raise InvalidRequest(
+                f"the group {name!r} was formed with {formed} ranks of the fleet, which has {fleet_ranks} now",
                 field="transport.group",
                 fix=FORM_AGAIN,
             )
         self._check_free(group)
-        delivery = GroupPartwiseDelivery(group, self._own_group, self._drop_own)
-        self._receiving.append(delivery)
-        return delivery
+        return group
 
     def _own_group(self, name: str) -> Group:
         group = self._own.get(name)
@@ -185,7 +211,7 @@ class GroupTransport(GroupedTransport):
 
     def _check_free(self, group: Group) -> None:
         self._receiving = [one for one in self._receiving if not one.ended]
-        if any(isinstance(one, GroupPartwiseDelivery) or one.group is group for one in self._receiving):
+        if any(isinstance(one, OwnGroupDelivery) or one.group is group for one in self._receiving):
             raise Conflict(f"the group {group.place.group} receives another update", fix="abort that one first")
 
     def _formed(self, name: Any) -> Group:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import pickletools
 import random
 import struct
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copyreg import _extension_registry, add_extension, remove_extension  # type: ignore[attr-defined]
 from typing import Any
 
 import pytest
 
-from frontend.dialects.sglang import pickle_reader, serialized_tensors
-from frontend.dialects.sglang.pickle_reader import MAX_MARKS, MAX_OPCODES, MAX_PICKLE_BYTES, MAX_STACK
+from frontend.dialects.sglang import serialized_tensors
 from frontend.dialects.sglang.serialized_tensors import MAX_ELEMENTS, MAX_TENSORS, described, read_shared
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory
 from rl_plane.protocol.update_requests import Part
+from rl_plane.weights import pickle_reader
+from rl_plane.weights.pickle_reader import MAX_MARKS, MAX_OPCODES, MAX_PICKLE_BYTES, MAX_STACK
+from tests.support.hostile_pickles import SYSTEM, forbidden_to_run, mutated
 from tests.support.pickled_tensors import (
     bucket,
     cpu_tensor,
@@ -44,40 +42,6 @@ def refusal(data: bytes, load_format: str | None = None) -> PlaneError:
     assert caught.value.facts["field"].startswith("serialized_named_tensors")
     assert caught.value.facts["fix"]
     return caught.value
-
-
-WATCHED = (
-    "import",
-    "exec",
-    "compile",
-    "os.system",
-    "subprocess.Popen",
-    "open",
-    "pickle.find_class",
-    "ctypes.dlopen",
-)
-_events: list[str] | None = None
-
-
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if _events is not None and event in WATCHED:
-        _events.append(event)
-
-
-@contextmanager
-def forbidden_to_run() -> Iterator[None]:
-    """Fails if anything is imported, run, opened or unpickled within, by Python's own audit events."""
-    global _events
-    if not getattr(sys, "_rl_plane_audited", False):  # a hook can't be taken away again
-        sys.addaudithook(_audit)
-        sys._rl_plane_audited = True  # type: ignore[attr-defined]
-    modules, _events = set(sys.modules), []
-    try:
-        yield
-    finally:
-        happened, _events = _events, None
-    assert happened == []
-    assert set(sys.modules) == modules
 
 
 def test_the_guard_of_these_tests_sees_what_an_unpickler_does() -> None:
@@ -277,7 +241,6 @@ def _persistent() -> bytes:
     return out.getvalue()
 
 
-SYSTEM = b"\x8c\x02os\x8c\x06system\x93"
 ATTACKS: dict[str, bytes] = {
     "REDUCE of os.system": pickle.dumps(_Reduced(os.system, ("touch /tmp/owned",)), 4),
     "REDUCE, protocol 0": pickle.dumps(_Reduced(os.system, ("touch /tmp/owned",)), 0),
@@ -362,34 +325,6 @@ def _good() -> list[tuple[bytes, str | None]]:
     ]
 
 
-def _swap_opcode(data: bytearray, chance: random.Random) -> None:
-    data[chance.randrange(len(data))] = ord(chance.choice(pickletools.opcodes).code)
-
-
-def _flip(data: bytearray, chance: random.Random) -> None:
-    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-
-
-def _cut(data: bytearray, chance: random.Random) -> None:
-    start = chance.randrange(len(data))
-    del data[start : start + chance.randrange(1, 40)]
-
-
-def _copy(data: bytearray, chance: random.Random) -> None:
-    start, to = chance.randrange(len(data)), chance.randrange(len(data))
-    data[to:to] = data[start : start + chance.randrange(1, 200)]
-
-
-def _insert(data: bytearray, chance: random.Random) -> None:
-    at = chance.randrange(len(data))
-    data[at:at] = chance.choice(
-        [SYSTEM, b"R", b"\x81", b"b", b"o", b"i", b"cos\nsystem\n", b"\x82\xf0", b"Q", b"h\x00"]
-    )
-
-
-CHANGES: tuple[Callable[[bytearray, random.Random], None], ...] = (_swap_opcode, _flip, _cut, _copy, _insert)
-
-
 def test_mutated_pickles_run_nothing_and_end() -> None:
     chance, good = random.Random(SEED), _good()
     for data, load_format in good[:4]:
@@ -398,10 +333,7 @@ def test_mutated_pickles_run_nothing_and_end() -> None:
     with forbidden_to_run():
         for _ in range(MUTANTS):
             data, load_format = chance.choice(good)
-            mutant = bytearray(data)
-            for _ in range(chance.randrange(1, 6)):
-                if mutant:
-                    chance.choice(CHANGES)(mutant, chance)
+            mutant = mutated(data, chance)
             try:
                 found = read_shared([mutant], chance.choice([load_format, *serialized_tensors.FORMATS]))
             except PlaneError:

@@ -1,4 +1,4 @@
-"""Reads the pickles that torch makes of shared tensors, as plain values. It runs nothing.
+"""Reads the pickles by which trainers describe tensors, as plain values. It runs nothing.
 
 It is no unpickler: it imports no module, and calls nothing that a pickle names. A name in a pickle is looked up in the
 caller's table. A pickled call becomes what the function in this table makes of the arguments, which are checked there.
@@ -77,6 +77,12 @@ class Budget:
     opcodes: int = field(default_factory=lambda: MAX_OPCODES)
 
 
+class Key:
+    """A value of the table that a dict may have as a key. It is hashed and compared by its identity."""
+
+    __slots__ = ()
+
+
 Names = Mapping[tuple[str, str], Any]
 """(module, name) → what the name stands for: a Name, or a value of the caller's."""
 
@@ -85,8 +91,8 @@ Forbidden = Mapping[tuple[str, str], ForbiddenPickle]
 
 
 def read_pickle(data: memoryview | bytes, names: Names, forbidden: Forbidden, budget: Budget) -> Any:
-    """Reads one pickle, and returns None, bools, ints, texts, bytes, tuples, lists, dicts with texts as keys, records,
-    and what the table's functions have made.
+    """Reads one pickle, and returns None, bools, ints, texts, bytes, tuples, lists, dicts with texts or Keys as keys,
+    records, and what the table's functions have made.
 
     The values may share parts, and a list may contain itself. So a caller must never walk them without a bound.
 
@@ -243,7 +249,7 @@ class _Reader:
         if len(items) % 2:
             raise UnreadablePickle("a pickle that sets a key without a value")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) is not str:  # hashing any other value may take long
+            if type(key) is not str and not isinstance(key, Key):  # hashing any other value may take long
                 raise UnreadablePickle(f"a dict with {kind_of(key)} as a key")
             into[key] = value
 
