@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
+from deploy.smoke.__main__ import PROFILES, make_parser
 from rl_plane.bus.server import CONFIG
 from rl_plane.cli.settings import ENV_PREFIX, SETTINGS
 from tests.support.paths import ROOT
 from tests.support.settings import command_values
 
 FLEET = {"nats", "frontend", "worker"}
-SMOKE = {"sft-file": 1, "sft-file-2w": 2}
+SMOKE = {"sft-file": 1, "sft-file-2w": 2, "lora-file": 2, "tito-multiturn": 2, "sft-group": 2}
+SMOKE_VARIABLES = ("RL_PLANE_SMOKE_KILL", "RL_PLANE_SMOKE_BACKEND")
 KEYS = ("RL_PLANE_ADMIN_KEY", "RL_PLANE_API_KEY")
 
 
@@ -37,15 +37,6 @@ def services(compose: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def dockerfile() -> str:
     return (ROOT / "deploy" / "Dockerfile").read_text()
-
-
-def smoke_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("smoke", ROOT / "deploy" / "smoke.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def command_of(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -133,26 +124,46 @@ def test_the_workers_run_hf_and_read_published_weights(
 
 
 def test_every_variable_is_a_setting(services: dict[str, Any]) -> None:
-    known = {setting.variable for setting in SETTINGS.values()}
+    known = {setting.variable for setting in SETTINGS.values()} | {*SMOKE_VARIABLES}
     given = {name for service in services.values() for name in service.get("environment", ())}
     assert {name for name in given if name.startswith(ENV_PREFIX)} <= known
 
 
+def workdir(dockerfile: str) -> str:
+    (found,) = re.findall(r"(?m)^WORKDIR (.*)$", dockerfile)
+    return str(found)
+
+
 @pytest.mark.parametrize("name", SMOKE)
-def test_a_smoke_profile_brings_its_fleet(services: dict[str, Any], name: str) -> None:
+def test_a_smoke_profile_brings_its_fleet(services: dict[str, Any], dockerfile: str, name: str) -> None:
     service = services[name]
-    args = smoke_script().make_parser().parse_args(service["command"])
+    args = make_parser().parse_args(service["command"])
     workers = [other for other in service["depends_on"] if other.startswith("worker")]
+    assert args.profile == name
     assert args.workers == len(workers) == SMOKE[name]
     assert f"weights:{args.weights}" in service["volumes"]
     assert service["profiles"] == [name]
     for other in service["depends_on"]:
-        assert services[other].get("profiles", [name]) == [name]
-    assert Path(service["entrypoint"][-1]).name == "smoke.py"
+        assert name in services[other].get("profiles", [name])
+    assert service["entrypoint"] == ["python", "-m", "deploy.smoke"]
+    assert service["environment"]["PYTHONPATH"] == workdir(
+        dockerfile
+    )  # PYTHONSAFEPATH hides the current directory
 
 
 def test_smoke_services_are_the_only_profiles(services: dict[str, Any]) -> None:
     assert {name for service in services.values() for name in service.get("profiles", ())} == set(SMOKE)
+    assert set(PROFILES) == set(SMOKE)
+
+
+def test_the_variables_of_the_smoke_are_those_that_it_reads(services: dict[str, Any]) -> None:
+    source = (ROOT / "deploy" / "smoke" / "__main__.py").read_text()
+    example = (ROOT / "deploy" / "env.example").read_text()
+    for name in SMOKE_VARIABLES:
+        assert f'"{name}"' in source
+        assert f"#{name}=" in example
+        for profile in SMOKE:
+            assert services[profile]["environment"][name].startswith(f"${{{name}:-")
 
 
 def test_volumes_are_declared(compose: dict[str, Any], services: dict[str, Any]) -> None:
@@ -171,6 +182,7 @@ def test_the_image_is_slim_python_and_not_root(dockerfile: str) -> None:
 def test_the_image_has_every_package_of_ours(dockerfile: str) -> None:
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "COPY deploy/smoke deploy/smoke" in dockerfile
     for package in (pattern.rstrip("*") for pattern in build["include"]):
         assert f"COPY {package} {package}" in dockerfile
         assert f"!{package}" in allowed
