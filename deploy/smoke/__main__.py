@@ -22,7 +22,7 @@ from rl_plane.errors import PlaneError
 TOTAL_S = 300.0
 """The bound of a run. Most of it is the import of torch by each process, on as few as two cores."""
 KILL_TOTAL_S = 600.0
-"""The same with a kill: the wait for it, and one more start of a worker."""
+"""The bound of a run with a kill: it adds the wait for the kill, and one more start of a worker."""
 
 KEYS = ("RL_PLANE_ADMIN_KEY", "RL_PLANE_API_KEY")
 

@@ -1,4 +1,4 @@
-"""What the smoke test checks: an expectation, and the distance of the engines' logprobs from the trainer's."""
+"""The checks of the smoke test: an expectation, and the distance of the engines' logprobs from the trainer's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sample:
     trainer: list[float]
     """By the trainer's own forward, with the weights that the tokens are labelled with."""
     inference: list[float]
-    """As the engine reported them."""
+    """Those that the engine reported."""
 
 
 def mismatch_kl(samples: Sequence[Sample]) -> float:
@@ -43,11 +43,11 @@ def mismatch_kl(samples: Sequence[Sample]) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a profile has measured."""
+    """The measurements of one profile."""
 
     samples: list[Sample]
     control: list[Sample]
-    """The same tokens against other weights than their label's. Their `mismatch_kl` must be over the aim, because
+    """Samples with the same tokens, against other weights than their label's. Their `mismatch_kl` must be over the aim, because
     otherwise the number could not tell right weights from wrong ones."""
 
     def check(self) -> str:

@@ -1,4 +1,4 @@
-"""What every smoke profile works with, and the steps that several of them take."""
+"""The parts that every smoke profile works with, and the steps that several of them take."""
 
 from __future__ import annotations
 

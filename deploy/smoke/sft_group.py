@@ -19,7 +19,7 @@ def run(scene: Scene) -> Measured:
 
     def wait_for_kill(progress: Progress) -> None:
         """Runs on the thread that sends, between two buckets."""
-        between = progress.stage == "sending" and 0 < progress.buckets < progress.of_buckets
+        between = progress.phase == "sending" and 0 < progress.buckets < progress.of_buckets
         if last and between and scene.kill.pending:
             scene.kill.wait(f"{progress.buckets} of {progress.of_buckets} buckets are sent")
 

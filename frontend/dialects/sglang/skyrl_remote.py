@@ -53,7 +53,7 @@ class SkyrlTensorFields(Fields):
     sizes: list[int] | None = None
     """The number of elements of each tensor. With it all tensors come as one broadcast, else each as its own."""
     packed: bool | None = None
-    """As `sizes`."""
+    """Not used: `sizes` says how the tensors come."""
     extras: list[dict[str, Any]] | None = None
     """Not supported with CUDA IPC handles."""
 
