@@ -28,7 +28,7 @@ class Sample:
     trainer: list[float]
     """By the trainer's own forward, with the weights that the tokens are labelled with."""
     inference: list[float]
-    """Those that the engine reported."""
+    """The log probabilities that the engine reported."""
 
 
 def mismatch_kl(samples: Sequence[Sample]) -> float:
