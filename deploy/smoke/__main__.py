@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import os
 import secrets
 import sys
@@ -22,7 +23,7 @@ from rl_plane.errors import PlaneError
 TOTAL_S = 300.0
 """The bound of a run. Most of it is the import of torch by each process, on as few as two cores."""
 KILL_TOTAL_S = 600.0
-"""The bound of a run with a kill: it adds the wait for the kill, and one more start of a worker."""
+"""The bound of a run with a kill: it also waits for the kill, and for one more start of a worker."""
 
 KEYS = ("RL_PLANE_ADMIN_KEY", "RL_PLANE_API_KEY")
 
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(PROFILES[args.profile](scene).check())
         if kill.pending:
             raise SmokeFailed("no update waited for the kill of a worker")
-    except (SmokeFailed, PlaneError, OSError) as error:
+    except (SmokeFailed, PlaneError, OSError, http.client.HTTPException) as error:
         print(f"smoke: FAILED: {error or type(error).__name__}", file=sys.stderr, flush=True)
         return 1
     print("smoke: passed", flush=True)

@@ -1,4 +1,4 @@
-"""The checks of the smoke test: an expectation, and the distance of the engines' logprobs from the trainer's."""
+"""Expectations of the smoke test, and the distance of the engines' logprobs from the trainer's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sample:
     trainer: list[float]
     """By the trainer's own forward, with the weights that the tokens are labelled with."""
     inference: list[float]
-    """The log probabilities that the engine reported."""
+    """Values that the engine reported with the tokens."""
 
 
 def mismatch_kl(samples: Sequence[Sample]) -> float:
@@ -43,12 +43,12 @@ def mismatch_kl(samples: Sequence[Sample]) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one profile."""
+    """Logprobs that a profile has collected."""
 
     samples: list[Sample]
     control: list[Sample]
-    """Samples with the same tokens, against other weights than their label's. Their `mismatch_kl` must be over the aim, because
-    otherwise the number could not tell right weights from wrong ones."""
+    """Samples of the same tokens, scored with other weights than their label's. Their `mismatch_kl` must be over the
+    aim, because otherwise the number could not tell right weights from wrong ones."""
 
     def check(self) -> str:
         """Returns the line to print. SmokeFailed if a number is on the wrong side of the aim."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import urllib.error
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from deploy.smoke.fleet import Fleet, Json
 
 Route = Literal["completions", "chat/completions"]
 
-SEARCH_S = 60.0
+STREAM_S = 60.0
 """The bound for a stream to come to what is waited for."""
 
 
@@ -101,7 +102,12 @@ class Stream:
     def __init__(self, fleet: Fleet, body: Mapping[str, Any], route: Route = "completions") -> None:
         self.completion = Completion(body["prompt_token_ids"])
         self.id = ""
-        self._response = fleet.open(fleet.http_url, f"/v1/{route}", {**body, "stream": True})
+        try:
+            self._response = fleet.open(fleet.http_url, f"/v1/{route}", {**body, "stream": True})
+        except urllib.error.HTTPError as error:
+            with error:
+                told = error.read().decode(errors="replace")
+            raise SmokeFailed(f"expected a stream from /v1/{route}; it was: HTTP {error.code} {told}") from None
         self._chunks = self._read()
 
     def __enter__(self) -> Stream:
@@ -112,12 +118,12 @@ class Stream:
 
     def read_until(self, holds: Callable[[Completion], bool], what: str) -> None:
         """Reads until the completion satisfies `holds`. SmokeFailed if the stream ends before."""
-        give_up = time.monotonic() + SEARCH_S
+        give_up = time.monotonic() + STREAM_S
         while not holds(self.completion):
             if next(self._chunks, None) is None:
                 raise SmokeFailed(f"the stream ended before {what}: {self.completion}")
             if time.monotonic() > give_up:
-                raise SmokeFailed(f"{what} did not come in {SEARCH_S:g} s: {self.completion.spans}")
+                raise SmokeFailed(f"{what} did not come in {STREAM_S:g} s: {self.completion.spans}")
 
     def read_all(self) -> Completion:
         for _ in self._chunks:

@@ -1,4 +1,4 @@
-"""The parts that every smoke profile works with, and the steps that several of them take."""
+"""Common ground of the smoke profiles: the fleet, the updates, and the steps that several profiles take."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Updates:
 
     def _interrupted(self, body: Json) -> Json | None:
         """Prepares an update, waits for the kill, and completes it. Returns None if the update was undone."""
-        before = self._fleet.rl("weight_version")["version"]
+        before = self._fleet.rl("weight_version")
         prepared = self._fleet.rl("prepare_weights_update", body)
         update = {"update_id": prepared["update_id"]}
         try:
@@ -103,8 +103,11 @@ class Updates:
         told = f"HTTP {status} {json.dumps(reply)}"
         expect(status == 409, "HTTP 200 or 409 from complete_weights_update", told)
         self._say(f"undone: {reply['error']['message']}")
-        self._fleet.check_version(before)
-        self._say(f"the worker is back, and all {self._fleet.workers} hold {before['label']!r}")
+        self._fleet.check_version(before["version"])
+        held = self._fleet.rl("weight_version")["adapters"]
+        expect(held == before["adapters"], f"the adapters {before['adapters']}", held)
+        held_labels = [one["label"] for one in (before["version"], *held.values())]
+        self._say(f"the worker is back, and all {self._fleet.workers} hold {', '.join(held_labels)}")
         return None
 
     def _complete(self, update: Json) -> tuple[int, Json]:

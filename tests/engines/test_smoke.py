@@ -60,7 +60,7 @@ async def test_each_profile_ends_well_though_a_worker_is_killed(plane: Plane) ->
         plane.spawn(ready=False, engine="hf", model=first)
 
     def kill_one() -> None:
-        """Does what `kill -9` and the `restart` policy of compose do."""
+        """Does what `kill -9` and compose's `restart` policy do."""
         plane.spawned[-1].kill()
         spawn()
 
