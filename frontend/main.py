@@ -32,6 +32,7 @@ from frontend.facade.starting_workers import StartingWorkers
 from frontend.facade.update_recovery import UpdateRecovery
 from frontend.metrics.frontend_metrics import FleetFacts, FrontendMetrics, GenerationFacts
 from frontend.metrics.lock_and_pause import LockAndPause
+from frontend.pooling.pooling_routes import add_pooling_routes
 from frontend.records.record_writer import RecordWriter
 from frontend.routing.committed import Committed
 from frontend.routing.departures import Departures
@@ -206,9 +207,14 @@ class Frontend:
             records=self.recorder.counts if self.recorder is not None else {},
         )
 
+    def _service_of(self, model: str | None) -> Generation:
+        """The service of the fleet that has the model of a request. This frontend has one fleet."""
+        return self.generation
+
     def generation_app(self, options: FrontendOptions, keys: Keys) -> Starlette:
         api = Api("rl_plane: generation", keys, options.allowed_hosts, openai_error)
         add_generation_routes(api, self.generation, self.tokens)
+        add_pooling_routes(api, self._service_of)
         return api.app()
 
     def facade_app(self, options: FrontendOptions, keys: Keys, shared: SharedRoutes) -> Starlette:
@@ -218,6 +224,7 @@ class Frontend:
         if options.dialects:
             # The dialects' clients take this listener for a whole engine, so it generates too.
             add_generation_routes(api, self.generation, self.tokens, as_engine=True)
+            add_pooling_routes(api, self._service_of)
             calls = DialectCalls(self.calls)
             context = DialectContext(calls, self.view, self.generation, options.part_timeout_s)
             mount_dialects(shared, options.dialects, context)
