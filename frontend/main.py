@@ -26,6 +26,7 @@ from frontend.dialects.common.dynamo_discovery import with_discovery
 from frontend.dialects.common.fleet_as_one import dialect_error
 from frontend.facade.facade_routes import add_facade_routes, add_own_routes
 from frontend.metrics.frontend_metrics import FrontendFacts, FrontendMetrics
+from frontend.pooling.pooling_routes import add_pooling_routes
 from frontend.records.record_writer import RecordWriter
 from frontend.server.api import Api
 from frontend.server.listener_keys import KeyFile, Keys
@@ -156,7 +157,9 @@ class Frontend:
 
     def generation_app(self, options: FrontendOptions, keys: Keys) -> Starlette:
         api = Api("rl_plane: generation", keys, options.allowed_hosts, openai_error)
-        add_generation_routes(api, ComponentChooser(self.components))
+        chooser = ComponentChooser(self.components)
+        add_generation_routes(api, chooser)
+        add_pooling_routes(api, chooser.choose)
         return api.app()
 
     def facade_app(self, options: FrontendOptions, keys: Keys, shared: SharedRoutes) -> Starlette:
@@ -165,7 +168,9 @@ class Frontend:
         own, extend = self.own, None
         if options.dialects:
             # The dialects' clients take this listener for a whole engine, so it generates too: the own component.
-            add_generation_routes(api, ComponentChooser([own]), as_engine=True)
+            chooser = ComponentChooser([own])
+            add_generation_routes(api, chooser, as_engine=True)
+            add_pooling_routes(api, chooser.choose)
             calls = DialectCalls(own.calls)
             context = DialectContext(calls, own.view, own.generation, options.part_timeout_s)
             mount_dialects(shared, options.dialects, context)

@@ -163,6 +163,7 @@ class Plane:
         nodes: Mapping[str, Any] | None = None,
         weight_urls: Sequence[str] = (),
         metrics: Mapping[str, Any] | None = None,
+        task: str = "generate",
         **engine_args: Any,
     ) -> Spawned:
         """`patch`: code that runs in the process before the worker does. `nodes`: the fields of `NodeSettings`.
@@ -180,6 +181,7 @@ class Plane:
             "weight_urls": list(weight_urls),
             "engine_args": {key: str(value) for key, value in engine_args.items()},
             "drain_s": drain_s,
+            "task": task,
             **(metrics or {}),
             **({} if nodes is None else {"nodes": dict(nodes)}),
         }

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from rl_plane.protocol.generation import (
 from rl_plane.protocol.token_batching import joined
 from rl_plane.protocol.validation import parse_body
 from worker.engines.base import EngineAdapter
+from worker.engines.capabilities import CanPool, require
 from worker.reconcile.numerics import Numerics
 from worker.reconcile.worker_state import TokenShare, WorkerState
 from worker.runtime.engine_loop import EngineLoop
@@ -226,7 +227,7 @@ class GenerationService:
         share = TokenShare(self._state.tokens, size)
         made, began = 0, self._numerics.cuts
         try:
-            async for batch in self._engine.stream(self._adapter.generate(request), gather_s):
+            async for batch in self._engine.stream(self._deltas(request), gather_s):
                 await self._may_deliver(began)
                 for delta in joined(batch):
                     if delta.token_ids:
@@ -248,6 +249,11 @@ class GenerationService:
         finally:
             share.gone()
             span.set(tokens=made)
+
+    def _deltas(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        if request.pooling is None:
+            return self._adapter.generate(request)
+        return require(self._adapter, CanPool).pool(request)
 
     async def _reap(self) -> None:
         """Ends the requests of receivers that are gone, even while they generate nothing."""

@@ -28,7 +28,7 @@ from rl_plane.protocol.subjects import Subjects, check_instance_id
 from rl_plane.transports.http.allowed import Allowed
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
-from worker.engines.capabilities import SpansHosts, with_missing
+from worker.engines.capabilities import CanPool, SpansHosts, with_missing
 from worker.engines.common.token_checks import lacking_fields
 from worker.metrics.metrics_listener import MetricsListener, open_metrics_port
 from worker.nodes.facts import node_facts
@@ -78,6 +78,10 @@ def check_options(options: WorkerOptions) -> None:
             fix="leave it out beside copies, and give it to the head of several nodes (node_rank 0) alone",
         )
     options.nodes.check()
+    if options.task != "generate" and options.nodes.count > 1:
+        raise InvalidRequest(
+            "an engine that spans hosts serves no pooling model", field="nnodes", fix="leave it out with this task"
+        )
     if options.copies > 1 and options.nodes.count > 1:
         raise InvalidRequest("copies and nnodes are both given", field="copies", fix="leave one out")
     of_key = options.credentials.load().instance_id
@@ -146,6 +150,12 @@ async def _with_notices(
         adapters: list[EngineAdapter] = [
             build(_engine_options(options, arguments, nodes)) for _ in range(options.copies)
         ]
+    if options.task != "generate" and not all(isinstance(adapter, CanPool) for adapter in adapters):
+        raise Unsupported(
+            f"the engine {options.engine} serves models that generate, and no pooling models",
+            field="task",
+            fix="leave it out, or use hf, vllm or sglang",
+        )
     process = WorkerProcess(options, EngineLoop(), on_ready, instance_ids, nodes, metrics)
     loop = asyncio.get_running_loop()
     why, code = "its worker failed", exit_codes.FAILED
@@ -205,6 +215,7 @@ def _engine_options(options: WorkerOptions, arguments: EngineArguments, nodes: N
         options.credentials,
         options.weight_urls,
         nodes,
+        options.task,
     )
 
 
@@ -218,6 +229,7 @@ def _link_of(
         "nnodes": options.nodes.count,
         "dist_init_addr": options.nodes.address,
         "dtype": options.dtype,
+        "task": options.task,
         "the kind of device": options.device.partition(":")[0],
         "deterministic": options.deterministic,
         "enable_memory_saver": options.enable_memory_saver,
@@ -492,6 +504,9 @@ class WorkerProcess:
                 "lacks": lacking_fields(info.capabilities),
                 "max_prompt_top_logprobs": info.max_prompt_top_logprobs,
                 "kv_tokens": info.kv_tokens,
+                "task": options.task,
+                "dimension": info.dimension,
+                "labels": list(info.labels),
                 **({} if info.pipeline_stage is None else {"pipeline_stage": info.pipeline_stage}),
                 "witnesses": info.witnesses,
                 **({} if self._nodes is None else {"nodes": self._nodes.rows()}),

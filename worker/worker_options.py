@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
+from rl_plane.protocol.pooling import Task
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from worker.nodes.node_settings import ONE_HOST, NodeSettings
 from worker.runtime.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_TIMEOUT_S
@@ -26,6 +27,8 @@ class WorkerOptions:
     """The files by which the worker connects to NATS."""
     model_name: str | None = None
     """The model's name in requests. None: the last part of the directory."""
+    task: Task = "generate"
+    """The task of the model: `classify` for a reward model, `embed` for an embedding model."""
     dtype: str | None = None
     device: str = "auto"
     engine_args: Mapping[str, str] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from frontend.completions.plans import Plan
 from frontend.completions.reply_choice import Choice, scores_alone
 from frontend.completions.service import Generation
 from frontend.records.rollout_record import RolloutRecord
-from frontend.routing.demands import at_delivery, oldest_lag, point_of
+from frontend.routing.demands import Demands, at_delivery, oldest_lag, point_of
 from frontend.routing.engine_client import Event
 from frontend.routing.progress import GenerationProgress
 from frontend.routing.retry import StaleStop
@@ -25,7 +25,7 @@ from frontend.server.replies import to_json
 from rl_plane._util import tracing
 from rl_plane._util.tracing import OFF, Span
 from rl_plane.errors import InvalidRequest, PlaneError, Unlabelled
-from rl_plane.protocol.generation import GATHER_S, GenerateDelta, VersionSpan, check_prompt_tops
+from rl_plane.protocol.generation import GATHER_S, GenerateDelta, GenerateRequest, VersionSpan, check_prompt_tops
 
 log = logging.getLogger("frontend.completions.call")
 
@@ -152,16 +152,21 @@ class GenerationCall:
                     self._name_choice(error, 0)
                     raise
         else:
-            async with aclosing(self._merged_events()) as together:
+            async with aclosing(self._merged_events(range(len(self._plan.requests)))) as together:
                 async for index, event in together:
                     yield index, event
 
+    def _request_of(self, index: int) -> tuple[GenerateRequest, Demands]:
+        """The request of a choice, and what it demands of the weights."""
+        return self._plan.requests[index], self._plan.demands
+
     def _choice_events(self, index: int) -> AsyncGenerator[Event, None]:
         plan = self._plan
+        request, demands = self._request_of(index)
         events = self._service.engines.generate(
-            plan.requests[index],
+            request,
             plan.instance_id,
-            plan.demands,
+            demands,
             plan.session,
             plan.any_length,
             self._gather_s,
@@ -169,7 +174,7 @@ class GenerationCall:
         )
         return _without_tokens(events) if plan.scores_only else events
 
-    async def _merged_events(self) -> AsyncGenerator[tuple[int, Event], None]:
+    async def _merged_events(self, indices: Collection[int]) -> AsyncGenerator[tuple[int, Event], None]:
         """The events of several choices, each of which has a task of its own. A single choice needs neither the task
         nor the queue. Tokens that waited in the queue for a slow reader are held to their demands again."""
         queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_QUEUE)
@@ -184,8 +189,8 @@ class GenerationCall:
                 last = error
             await queue.put((index, last))
 
-        tasks = [asyncio.create_task(one(index)) for index in range(len(self._plan.requests))]
-        left = set(range(len(tasks)))
+        tasks = {index: asyncio.create_task(one(index)) for index in indices}
+        left = set(tasks)
         try:
             while left:
                 index, event = await queue.get()
@@ -208,9 +213,9 @@ class GenerationCall:
                     continue
                 yield index, event
         finally:
-            for task in tasks:
+            for task in tasks.values():
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     def _take(self, index: int, event: Event) -> None:
         choice = self._choices[index]

@@ -152,7 +152,7 @@ def usage(plan: Plan, choices: list[Choice]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
-def _nvext(plan: Plan, choices: list[Choice]) -> dict[str, Any]:
+def extension_of(plan: Plan, choices: list[Choice]) -> dict[str, Any]:
     """The `nvext` of a reply. Worker and tokens are those of the first choice. `weight_version` is null unless one
     known state made every token, and `adapter` is there if that state has one. With several choices,
     `completion_token_ids` has a list for each."""
@@ -184,7 +184,7 @@ def whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[s
         "model": model,
         "choices": [_whole_choice(plan, choice) for choice in choices],
         "usage": usage(plan, choices),
-        "nvext": _nvext(plan, choices),
+        "nvext": extension_of(plan, choices),
     }
     if plan.return_token_ids and plan.batch is None:
         reply["prompt_token_ids"] = choices[0].prompt_token_ids
@@ -288,7 +288,7 @@ class Chunks:
             row["stop_reason"] = choice.stop_reason(plan)
             if plan.routed_experts:
                 row["routed_experts"] = as_npy(choice.routed_experts)
-            chunk["nvext"] = _nvext(plan, [choice])
+            chunk["nvext"] = extension_of(plan, [choice])
         return chunk
 
     def _said(self, choice: Choice, delta: GenerateDelta, calls: list[dict[str, Any]] | None) -> dict[str, Any]:

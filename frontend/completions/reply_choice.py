@@ -42,6 +42,8 @@ class Choice(ChoiceTokens):
     prompt_text: str = ""
     """Empty unless it was asked for."""
     routed_experts: RoutedExperts | None = None
+    pooled: bytes | None = None
+    """The packed vector, if the call asks for one."""
     is_unlabelled: bool = False
     """Some of the tokens belong to no version, so an error carries none of them."""
 
@@ -83,6 +85,7 @@ class Choice(ChoiceTokens):
         self.prompt_tops = PromptTops.joined([self.prompt_tops, delta.prompt_tops])
         self.prompt_text += delta.prompt_text or ""
         self.routed_experts = RoutedExperts.joined([self.routed_experts, delta.routed_experts])
+        self.pooled = delta.pooled
         self.finish_reason, self.stop_string = delta.finish_reason, delta.stop_string
 
     def provenance(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_plane.errors import NotFound
 from rl_plane.membership.core import Member
+from rl_plane.protocol.pooling import PoolingTask
 from rl_plane.protocol.record import DecisionRecord
 
 
@@ -24,6 +25,10 @@ class ServedModels:
     """The shortest of the members'."""
     root: str | None
     """The path of the base model on the workers, if it is the same on all."""
+    pools: PoolingTask | None = None
+    """The task of the members, if all serve one pooling model. None: they generate."""
+    labels: tuple[str, ...] = ()
+    """The names of a classifier's labels."""
 
     @classmethod
     def of(cls, component: str, members: Collection[Member], record: DecisionRecord | None) -> ServedModels:
@@ -34,7 +39,17 @@ class ServedModels:
         adapters = set(record.adapters) - names if record is not None else set()
         paths = {str(path) for member in members if (path := member.info.get("model_path"))}
         root = paths.pop() if len(paths) == 1 else None
-        return cls(component, tuple(sorted(names)), tuple(sorted(adapters)), shortest, root)
+        tasks: set[PoolingTask | None] = {_pooling_task(member) for member in members}
+        labels = {tuple(map(str, member.info.get("labels") or ())) for member in members}
+        return cls(
+            component,
+            tuple(sorted(names)),
+            tuple(sorted(adapters)),
+            shortest,
+            root,
+            tasks.pop() if len(tasks) == 1 else None,
+            labels.pop() if len(labels) == 1 else (),
+        )
 
     @property
     def base(self) -> str:
@@ -97,6 +112,11 @@ class ServedModels:
             for version in (base if parent is None else versions.get(name),)
         ]
         return {"object": "list", "data": rows}
+
+
+def _pooling_task(member: Member) -> PoolingTask | None:
+    task = member.info.get("task")
+    return task if task in ("classify", "embed") else None
 
 
 def names_of(member: Member) -> set[str]:

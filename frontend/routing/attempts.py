@@ -30,6 +30,7 @@ from rl_plane.errors import (
 from rl_plane.membership.core import Member
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.pooling import unpacked
 from rl_plane.protocol.prompt_tops import PromptTops
 from rl_plane.protocol.token_batching import joined
 from rl_plane.protocol.versions import WeightVersion
@@ -203,12 +204,31 @@ def _deltas(batch: list[dict[str, Any]], request: GenerateRequest) -> Iterator[G
         except ValidationError as error:
             failure = unreadable(f"{error.error_count()} fields of a delta do not fit")
             break
+        if (failure := _wrong_vector(deltas[-1], request)) is not None:
+            deltas.pop()
+            break
         if request.logprobs and (failure := _wrong_logprobs(deltas[-1])) is not None:
             deltas.pop()
             break
     yield from joined(deltas) if deltas and not request.top_logprobs else deltas
     if failure is not None:
         raise failure
+
+
+def _wrong_vector(delta: GenerateDelta, request: GenerateRequest) -> EngineFailed | None:
+    """A pooling request is answered by one vector of finite numbers, any other request by none."""
+    if delta.pooled is None:
+        is_missing = request.pooling is not None and delta.finish_reason not in (None, "abort")
+        return EngineFailed("the worker sent no vector") if is_missing else None
+    if request.pooling is None or delta.token_ids:
+        return EngineFailed("the worker sent a vector that was not asked for")
+    try:
+        numbers = unpacked(delta.pooled)
+    except ValueError as error:
+        return EngineFailed(f"the worker sent a wrong vector: {error}")
+    if not all(map(math.isfinite, numbers)):
+        return EngineFailed("the worker sent a vector with numbers that are not finite")
+    return None
 
 
 def _wrong_logprobs(delta: GenerateDelta) -> EngineFailed | None:

@@ -44,13 +44,13 @@ class SpanCheck:
         `arrived`: when the delta came, not when its reader took it. A delta that came late is still right if the worker
         serves other weights by now: it waited at the worker for a slow reader."""
         delivered = self._tokens
-        self._tokens += len(delta.token_ids)
+        self._tokens += delta.size
         if not self._witnesses:
             self._check_unknown(delta)
             return
         if delta.spans or delta.finish_reason is not None:
             self._check(delta.spans, delivered)
-        if not delta.token_ids:
+        if not delta.size:
             return
         if self._last is None:
             raise Unlabelled("the worker does not say which weights made its tokens", retry_after_s=1.0)
@@ -66,7 +66,7 @@ class SpanCheck:
 
     def _check_unknown(self, delta: GenerateDelta) -> None:
         """Requires the worker to say that its engine cannot name the weights."""
-        due = delta.spans or delta.finish_reason is not None or self._tokens == len(delta.token_ids)
+        due = delta.spans or delta.finish_reason is not None or self._tokens == delta.size
         if due and delta.spans != unwitnessed(self._tokens):
             raise Unlabelled("the worker's engine can't witness, and its tokens don't say so", retry_after_s=1.0)
 

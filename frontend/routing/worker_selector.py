@@ -30,6 +30,7 @@ from rl_plane.errors import (
 from rl_plane.membership.core import Member
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, TOGETHER, GenerateRequest
+from rl_plane.protocol.pooling import TASKS, task_field
 from rl_plane.protocol.subjects import check_instance_id
 
 TOPS = "prompt_top_logprobs"
@@ -62,7 +63,7 @@ class WorkerRequirements:
     def given(self, names: Collection[str]) -> set[str]:
         """The fields among `names` that ask for something."""
         given = {name for name in names if name in DEFAULTS and getattr(self.request, name) != DEFAULTS[name]}
-        return given.union(self.demands.named())
+        return given.union(self.demands.named(), {task_field(self.request.task)}.intersection(names))
 
 
 def _lacks(member: Member, needs: WorkerRequirements) -> tuple[str, str] | None:
@@ -333,6 +334,13 @@ class WorkerSelector:
     def _refusal(self, needs: WorkerRequirements, unable: Mapping[str, tuple[str, str]]) -> PlaneError:
         """Why no worker serves the request. It is a limit if one of them would serve a smaller number."""
         field, reason = min(unable.values(), key=lambda found: found[0] != TOPS)
+        task = needs.request.task
+        if field == task_field(task):
+            return Unsupported(
+                f"no worker here {TASKS[task]}: {reason}",
+                field="model",
+                fix=f"name the model of workers that were started with --task {task}",
+            )
         if field != TOPS:
             return _unsupported(field, reason)
         asked = [one for one in self._view.snapshot() if needs.pinned in (None, one.instance_id)]

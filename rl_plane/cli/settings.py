@@ -22,6 +22,7 @@ from rl_plane.cli.output import BadSetting, fix_of, plane_error, say_json
 from rl_plane.cli.setting_types import Seconds
 from rl_plane.errors import PlaneError
 from rl_plane.protocol.dialects import DIALECTS
+from rl_plane.protocol.pooling import TASKS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.validation import MAX_LEASE_S, PAUSE_WORDS
@@ -148,6 +149,12 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("model", "The model's directory. Default: a tiny model, made from a seed.", types.DIRECTORY),
         Setting("model_name", "The name of the model in requests. Default: its directory's name.", types.LABEL),
+        Setting(
+            "task",
+            "What the model does: classify is a reward model, embed an embedding model.",
+            Choice(list(TASKS)),
+            "generate",
+        ),
         Setting(
             "weight_roots",
             "A directory beneath which weights may be read, beside the model's own.",

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.pooling import MAX_DIMENSION, Pooling, Task
 from rl_plane.protocol.prompt_tops import PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts
 from rl_plane.protocol.structured_output import StructuredOutput
@@ -232,6 +233,13 @@ class GenerateRequest(BaseModel):
     continued: int = Field(0, ge=0)
     """The number of tokens at the end of `prompt_token_ids` that a lost worker generated for this request. The text
     continues after them."""
+    pooling: Pooling | None = None
+    """Compute one vector of the prompt, and no tokens. Only a pooling model can do it, and it can do nothing else."""
+
+    @property
+    def task(self) -> Task:
+        """The task of the workers that can serve the request."""
+        return "generate" if self.pooling is None else self.pooling.task
 
     def prompt_size(self) -> int:
         """The number of tokens. It is an estimate if the prompt is text."""
@@ -241,6 +249,8 @@ class GenerateRequest(BaseModel):
             size = len(self.prompt) // CHARS_PER_TOKEN
         else:
             size = sum(_text_size(message.get("content")) for message in self.messages or ()) // CHARS_PER_TOKEN
+        if self.pooling is not None and self.pooling.text_pair is not None:
+            size += len(self.pooling.text_pair) // CHARS_PER_TOKEN
         return size if self.truncate_prompt_tokens is None else min(size, self.truncate_prompt_tokens)
 
     def check_one_prompt(self) -> None:
@@ -379,8 +389,16 @@ class GenerateDelta(BaseModel):
     routed_experts: RoutedExperts | None = None
     """The next rows, if requested. Some rows may come before their tokens, in a delta without tokens. A choice that the
     engine did not end may have no rows."""
+    pooled: bytes | None = Field(None, max_length=4 * MAX_DIMENSION)
+    """The vector that a pooling request asks for, as `pooling.packed` writes it. The delta is then the only one, and
+    its span is from 0 to 1."""
+
+    @property
+    def size(self) -> int:
+        """The number of results that the spans count: tokens, or one vector."""
+        return len(self.token_ids) + (self.pooled is not None)
 
     @property
     def is_ahead(self) -> bool:
         """Reports whether the delta has only rows of experts, or facts of the prompt."""
-        return not self.token_ids and not self.text and self.finish_reason is None
+        return not self.size and not self.text and self.finish_reason is None

@@ -64,6 +64,7 @@ def merged(batch: list[GenerateDelta]) -> GenerateDelta:
         prompt_token_texts=_united(delta.prompt_token_texts for delta in batch),
         prompt_text="".join(texts) if texts else None,
         routed_experts=RoutedExperts.joined(delta.routed_experts for delta in batch),
+        pooled=_first(delta.pooled for delta in batch),
     )
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ModelWrapValidatorHandler, model_validato
 
 from rl_plane.errors import InvalidRequest, NotFound
 from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, Rendering, TokenId
+from rl_plane.protocol.pooling import Task
 from rl_plane.protocol.record import PauseMode
 from rl_plane.protocol.relay import OpenRelay, OpenRelayReply, SourceUse
 from rl_plane.protocol.update_requests import (
@@ -255,6 +256,12 @@ class DescribeReply(TypedDict):
     """The number of ranks of tensor parallelism."""
     pp_size: int
     """The number of stages of pipeline parallelism."""
+    task: Task
+    """The task of the model: it makes tokens, scores of labels, or embeddings."""
+    dimension: int | None
+    """The numbers of one vector of a pooling model. None: the model makes tokens."""
+    labels: list[str]
+    """The names of a classifier's labels."""
     vocab_size: int
     max_model_len: int
     transports: list[str]

@@ -32,6 +32,7 @@ from rl_plane._util.tasks import Cancelled
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.pooling import Task
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
@@ -80,6 +81,8 @@ class EngineOptions:
     """The only places that weights are fetched from by HTTP: prefixes of URLs."""
     nodes: NodeLink | None = None
     """The link to the other nodes of an engine that spans several hosts. None: one host."""
+    task: Task = "generate"
+    """`--task`: what the model does. The worker refuses another one than `generate` of an adapter without `CanPool`."""
 
     @property
     def places(self) -> TransportContext:
@@ -168,6 +171,11 @@ class EngineInfo:
     """None for an engine. For a stage before or after the model, the reason that callers read: it has no weights and
     generates nothing. The worker calls only `start`, `liveness` and `close` of it, and skips every op with this reason.
     It has no rank and no vote, and takes no update and no request. Never set it for an engine that serves the model."""
+    dimension: int | None = None
+    """The size of a pooling model's vectors: the number of labels, or of an embedding's numbers. None: the model makes
+    tokens."""
+    labels: tuple[str, ...] = ()
+    """The names of the labels of a classifier, in the order of its numbers."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Names that a checkpoint may also hold → the tensor of `weight_spec` that the model ties each to."""
 

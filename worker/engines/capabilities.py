@@ -8,11 +8,13 @@ the op in `EngineInfo.capabilities` and raises `Unsupported` with the same reaso
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from rl_plane.errors import Unsupported
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
@@ -99,6 +101,22 @@ class CanScore(Protocol):
         - InvalidRequest for sequences outside the bounds of `scoring`, ids outside the vocabulary, and an adapter that
           is not loaded (`field="adapter"`),
         - Unavailable while memory is released."""
+
+
+@runtime_checkable
+class CanPool(Protocol):
+    """Serves a pooling model: a reward model (`EngineOptions.task` is `classify`), or an embedding model (`embed`).
+
+    The adapter names every other task in `EngineInfo.capabilities` (`lacking_tasks`), and sets `EngineInfo.dimension`.
+    """
+
+    @abstractmethod
+    def pool(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        """Computes one vector of the prompt: yields one delta with `pooled`, a finish_reason and one span, from 0 to 1.
+
+        All that `EngineAdapter.generate` promises holds: a paused engine computes nothing, `abort` ends the request
+        (then the delta has no vector), and a request that is under way while weights are swapped is computed again.
+        Only the weights that the span names have computed the vector."""
 
 
 @runtime_checkable
@@ -195,11 +213,15 @@ def with_missing(adapter: EngineAdapter, info: EngineInfo) -> EngineInfo:
         if not isinstance(adapter, capability)
         for op in ops
     }
+    if not isinstance(adapter, CanPool):
+        missing |= lacking_tasks("generate")
     return replace(info, capabilities={**missing, **info.capabilities})
 
 
 def require(adapter: EngineAdapter, capability: type[Capability]) -> Capability:
     """Returns the adapter, typed as the capability. Raises Unsupported if the adapter does not have it."""
     if not isinstance(adapter, capability):
+        if capability is CanPool:
+            raise Unsupported("this engine serves no pooling model", field="model", fix=LACKING)
         raise Unsupported(f"this engine can't {OPS[capability][0].partition(':')[0]}", field="op", fix=LACKING)
     return adapter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
@@ -14,7 +14,7 @@ from worker.engines.base import LACKING, EngineAdapter, EngineInfo, EngineOption
 from worker.engines.common.pieces import Piece
 from worker.engines.common.spans import SpanLog
 from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import check_tokens, check_tops, refuse_lacking
+from worker.engines.common.token_checks import check_pooled, check_tokens, check_tops, refuse_lacking
 from worker.engines.common.tokenizing import Tokenizing, TokenTexts, eos_tokens, load_tokenizer, prompt_tokens
 
 
@@ -72,7 +72,13 @@ class Generating(EngineAdapter, Tokenizing):
         if (reason := self.info.capabilities.get(op)) is not None:
             raise Unsupported(reason, field="op", fix=LACKING)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        return self._deltas(request, self._pieces)
+
+    async def _deltas(
+        self, request: GenerateRequest, make: Callable[[GenerateRequest, list[int]], AsyncGenerator[Piece, None]]
+    ) -> AsyncIterator[GenerateDelta]:
+        """Yields the deltas of the pieces that `make` makes, as `_pieces` does."""
         self._running()
         if request.id in self._requests:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
@@ -83,12 +89,15 @@ class Generating(EngineAdapter, Tokenizing):
                 self._forget_request(request, one)  # the id may be used again at once
                 yield GenerateDelta(token_ids=[], logprobs=[] if request.logprobs else None, finish_reason="abort")
                 return
-            check_tokens(request, prompt, self._eos, self.info.vocab_size, self.info.max_model_len)
+            if request.pooling is not None:
+                check_pooled(prompt, self.info.vocab_size, self.info.max_model_len)
+            else:
+                check_tokens(request, prompt, self._eos, self.info.vocab_size, self.info.max_model_len)
             refuse_lacking(request, self.info.capabilities)
             check_tops(request, self.info.max_prompt_top_logprobs)
             one.tokenizing = False
             text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
-            async with contextlib.aclosing(self._pieces(request, prompt)) as pieces:
+            async with contextlib.aclosing(make(request, prompt)) as pieces:
                 async for piece in pieces:
                     is_first, one.begun = not one.begun, True
                     read = text.add(piece.token_ids, last=piece.finish_reason is not None)
@@ -112,6 +121,7 @@ class Generating(EngineAdapter, Tokenizing):
                         prompt_logprobs=piece.prompt_logprobs,
                         prompt_tops=piece.prompt_tops,
                         routed_experts=piece.routed,
+                        pooled=piece.pooled,
                         **facts,
                     )
                     if finished:

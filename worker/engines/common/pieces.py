@@ -37,6 +37,8 @@ class Piece:
     """False: at the end the engine reported other weights for the tokens than the labels have."""
     prompt_tops: PromptTops | None = None
     """With `prompt_logprobs`: the ranks, and the likeliest tokens that the request asks for."""
+    pooled: bytes | None = None
+    """The packed vector of a pooling request, with one label and a finish_reason."""
 
     def until(self, count: int) -> Piece:
         """The first `count` tokens, as the last ones of the request."""

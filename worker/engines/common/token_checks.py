@@ -13,6 +13,7 @@ from rl_plane.protocol.generation import (
     TOGETHER,
     GenerateRequest,
 )
+from rl_plane.protocol.pooling import task_field
 
 NO_EXPERTS = "the model has no experts"
 NO_FORM = "this engine does not give a text a form: vllm and sglang do"
@@ -32,8 +33,15 @@ def lacking_fields(capabilities: Mapping[str, str]) -> dict[str, str]:
 
 def refuse_lacking(request: GenerateRequest, capabilities: Mapping[str, str]) -> None:
     """Raises Unsupported if the request sets a field that the engine lacks."""
-    for fields, reason in lacking_fields(capabilities).items():
+    lacking = lacking_fields(capabilities)
+    if (reason := lacking.pop(task_field(request.task), None)) is not None:
+        raise Unsupported(
+            reason, field="model", fix=f"name a model of a worker that was started with --task {request.task}"
+        )
+    for fields, reason in lacking.items():
         field, *others = fields.split(TOGETHER)
+        if field not in GenerateRequest.model_fields:
+            continue  # another task
         if all(getattr(request, one) != _default(one) for one in (field, *others)):
             raise Unsupported(
                 reason, field=field, fix="leave it out, or name a worker that can: nvext.instance_id"
@@ -93,6 +101,15 @@ def check_tokens(
         )
     _check_choice(request, eos, vocab_size)
     _check_form(request)
+
+
+def check_pooled(prompt: list[int], vocab_size: int, max_model_len: int) -> None:
+    """Raises InvalidRequest if a pooling model can't take the prompt."""
+    check_vocabulary("prompt_token_ids", prompt, vocab_size)
+    if not 1 <= len(prompt) <= max_model_len:
+        raise InvalidRequest(
+            f"the input has {len(prompt)} tokens", field="prompt", fix=f"send 1 to {max_model_len} tokens"
+        )
 
 
 def check_adapter(adapter: str | None, loaded: Collection[str], field: str) -> None:

@@ -53,13 +53,16 @@ async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.prompt is not None:
-        return await _encoded(tokenizer, request.prompt, request.add_special_tokens, None)
+        pair = request.pooling.text_pair if request.pooling is not None else None
+        return await _encoded(tokenizer, request.prompt, request.add_special_tokens, None, pair)
     return await _rendered(tokenizer, request.messages or [], request.rendering, None)
 
 
-async def _encoded(tokenizer: Any, text: str, add_special_tokens: bool, executor: Executor | None) -> list[int]:
-    """`executor`: None for the loop's own threads."""
-    encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+async def _encoded(
+    tokenizer: Any, text: str, add_special_tokens: bool, executor: Executor | None, pair: str | None = None
+) -> list[int]:
+    """`executor`: None for the loop's own threads. `pair`: a second text, joined as the tokenizer joins pairs."""
+    encode = partial(tokenizer.encode, text, pair, add_special_tokens=add_special_tokens)
     ids: list[int] = await asyncio.get_running_loop().run_in_executor(executor, encode)
     return ids
 

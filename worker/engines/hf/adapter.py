@@ -36,6 +36,7 @@ from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.holder import HfHolder
 from worker.engines.hf.loop import GenerationLoop
 from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
+from worker.engines.hf.pooling_engine import HfPoolingEngine
 from worker.engines.hf.streams import HfStream
 from worker.receive.weight_receiver import Receiver, load_transports
 
@@ -59,7 +60,7 @@ class HfArguments(Body):
 
 
 def build(options: EngineOptions) -> EngineAdapter:
-    return HfEngine(options)
+    return HfEngine(options) if options.task == "generate" else HfPoolingEngine(options)
 
 
 class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheckWeights):

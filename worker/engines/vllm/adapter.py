@@ -17,15 +17,17 @@ from typing import Any
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
+from worker.engines.common.pooled_requests import NO_LOGPROBS, NO_POOLING_LORA, PooledRequests
 from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
-from worker.engines.vllm.args import parse_arguments
+from worker.engines.vllm.args import parse_arguments, pooling_arguments
 from worker.engines.vllm.core_load import METHOD as LOAD
 from worker.engines.vllm.kept_kv import METHOD as KEEP_KV
 from worker.engines.vllm.lora_requests import lora_request
@@ -77,7 +79,7 @@ def _process_of(options: EngineOptions) -> VllmProcess:
     return VllmProcess(options, parse_arguments(dict(options.extra) | sleeping))
 
 
-class VllmEngine(RankEngine[VllmProcess]):
+class VllmEngine(RankEngine[VllmProcess], PooledRequests):
     def __init__(self, options: EngineOptions, process: VllmProcess | None = None) -> None:
         """`process`: the default is vLLM's own, built from the options."""
         quieten()
@@ -95,6 +97,9 @@ class VllmEngine(RankEngine[VllmProcess]):
     async def _start(self) -> EngineInfo:
         self.engine_loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._load_tokenizer)
+        await asyncio.to_thread(self._read_head)
+        if self._head is not None:
+            self.process.arguments |= pooling_arguments(self._head)
         await self.process.start()
         self._streams = Streams(self.process, self._eos, self._label)
         await self.liveness()
@@ -126,6 +131,8 @@ class VllmEngine(RankEngine[VllmProcess]):
             max_lora_rank=None if lora is None else int(lora.max_lora_rank),
             max_prompt_top_logprobs=most_tops(model.get_vocab_size(), model.max_logprobs),
             kv_tokens=self.process.config.cache_config.kv_cache_size_tokens,
+            dimension=self._head.dimension if self._head is not None else None,
+            labels=self._head.labels if self._head is not None else (),
         )
 
     async def engine_load(self) -> EngineLoad:
@@ -133,9 +140,11 @@ class VllmEngine(RankEngine[VllmProcess]):
         return EngineLoad(**counts)
 
     def _lacking(self) -> dict[str, str]:
-        lacking = self._lacking_over_hosts()
+        lacking = self._lacking_over_hosts() | lacking_tasks(self._options.task)
         if (reason := self._no_sleep()) is not None:
             lacking |= {"release_memory": reason, "resume_memory": reason}
+        if self._head is not None:
+            return lacking | NO_POOLING_LORA | {"score": NO_LOGPROBS}
         if self._options.nodes is not None:
             lacking |= {"prepare_update:lora": _LORA_OF_ONE_HOST, "update_weights:lora": _LORA_OF_ONE_HOST}
         elif self.process.config.lora_config is None:
@@ -175,6 +184,9 @@ class VllmEngine(RankEngine[VllmProcess]):
 
     def _pieces(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
         return self._requests_in_vllm().run(request, prompt, self._lora_of(request))
+
+    async def _raw(self, request: GenerateRequest, prompt: list[int]) -> tuple[Any, Label] | None:
+        return await self._requests_in_vllm().pooled(request, prompt)
 
     def _requests_in_vllm(self) -> Streams:
         self._running()

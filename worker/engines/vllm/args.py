@@ -10,10 +10,12 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from rl_plane.errors import InvalidRequest
+from worker.engines.common.pooling_head import PoolingHead
 
 OURS = {
     "data_parallel_size": "run one worker for each replica",
     "distributed_executor_backend": "a worker's ranks are processes of this machine",
+    "convert": "use --task",
     "dtype": "use --dtype",
     "enable_elastic_ep": "an update would put experts where they no longer are",
     "enable_eplb": "an update would put experts where they no longer are",
@@ -28,7 +30,9 @@ OURS = {
     "node_rank": "use --node-rank",
     "offload_backend": "cpu_offload_gb keeps weights in host memory, where an update reaches them",
     "offload_group_size": "cpu_offload_gb keeps weights in host memory, where an update reaches them",
+    "pooler_config": "the model's own files say how it pools",
     "quantization": "weight updates bring the weights as they are trained",
+    "runner": "use --task",
     "served_model_name": "use --model-name",
     "skip_tokenizer_init": "the worker has a tokenizer of its own",
     "speculative_config": "weight updates would not reach the draft model",
@@ -122,6 +126,16 @@ def completed(arguments: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
         if on_cpu:
             # On a CPU, vLLM gives requests without an adapter the adapter of the last slot. One more slot stays empty.
             found["max_loras"] = 1 + max(found["max_loras"], found.pop("max_cpu_loras", None) or 0)
+    return found
+
+
+def pooling_arguments(head: PoolingHead) -> dict[str, Any]:
+    """The arguments by which vLLM serves a pooling model."""
+    from vllm.config import PoolerConfig
+
+    found: dict[str, Any] = {"runner": "pooling"}
+    if head.task == "embed":
+        found["pooler_config"] = PoolerConfig(seq_pooling_type=head.position.upper())
     return found
 
 

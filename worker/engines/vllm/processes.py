@@ -18,6 +18,7 @@ from worker.engines.vllm.args import check_cpu, completed, thread_binding
 from worker.engines.vllm.here import HERE, Here
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
+from worker.engines.vllm.pooled_names import name_pooled
 from worker.nodes.head_link import HeadLink
 from worker.nodes.node_settings import NodeSettings
 from worker.receive.rank_agents.ranks import check_rows
@@ -147,6 +148,7 @@ class VllmProcess(EngineProcess):
                 self._engine = AsyncLLM.from_engine_args(given)
                 self._parallel = self._engine.vllm_config.parallel_config
                 end_by_count(self._engine)
+                name_pooled(self._engine)
             else:
                 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

@@ -17,6 +17,7 @@ from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
 from worker.engines.common.form_bound import TOO_AMBIGUOUS, too_ambiguous
 from worker.engines.common.pieces import Piece, Top
 from worker.engines.common.spans import Label
+from worker.engines.vllm.pooled_names import pooled_names
 from worker.engines.vllm.processes import VllmProcess
 from worker.engines.vllm.text_form import sampling_options
 
@@ -116,6 +117,33 @@ class Streams:
             raise self._process.translated(error) from error
         finally:
             stream.submitted.set()
+            del self._streams[request.id]
+            if not finished and not self._llm.errored:
+                await self._llm.abort(stream.key)
+
+    async def pooled(self, request: GenerateRequest, prompt: list[int]) -> tuple[Any, Label] | None:
+        """The raw numbers of a pooling request, as a tensor. None: the request was aborted. Cancelling it aborts the
+        request."""
+        from vllm import PoolingParams
+
+        assert request.pooling is not None, "a pooling request"
+        stream = self._streams[request.id] = VllmStream(f"rl-plane-{next(self._numbers)}", None)
+        finished, names = False, pooled_names(self._llm)
+        try:
+            rendered = {"type": "token", "prompt_token_ids": prompt}
+            # The activation is the same on every engine: `PoolingHead` has it.
+            asked = PoolingParams(task=request.pooling.task, use_activation=False)
+            queue = await self._llm.add_request(stream.key, rendered, asked)
+            stream.submitted.set()
+            output = queue.get_nowait() or await queue.get()
+            finished = output.finished
+            raw = output.outputs.data
+            return (raw, self._label_of(names.get(stream.key), None)) if raw.numel() else None
+        except Exception as error:
+            raise self._process.translated(error) from error
+        finally:
+            stream.submitted.set()
+            names.pop(stream.key, None)
             del self._streams[request.id]
             if not finished and not self._llm.errored:
                 await self._llm.abort(stream.key)

@@ -1,0 +1,369 @@
+"""The `hf` engine for pooling models: reward models (`--task classify`) and embedding models (`--task embed`).
+
+One thread computes batches, swaps weights and reads the version, one after the other. So one version computes each
+batch: the thread reads it when the batch begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils.logging import disable_progress_bar
+
+from rl_plane._util.tasks import Cancelled, end_tasks
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.pooling import lacking_tasks
+from rl_plane.protocol.validation import Body
+from rl_plane.protocol.versions import TensorSpec, WeightVersion
+from worker.engines.base import EngineInfo, EngineOptions, PauseMode
+from worker.engines.capabilities import WHOLE, CanCheckWeights, CheckAction, CheckScope
+from worker.engines.common.base_weights import BaseWeights
+from worker.engines.common.checkpoint_spec import saved_specs
+from worker.engines.common.pieces import Piece
+from worker.engines.common.pooled_requests import NO_LOGPROBS, NO_POOLING_LORA, PooledRequests
+from worker.engines.common.request_gate import GatedRequest, RequestGate
+from worker.engines.common.spans import Label
+from worker.engines.common.torch_weights import ModelWeights, StagedTensors
+from worker.engines.common.weights_in_process import WeightsInProcess
+from worker.receive.weight_holder import TensorStream
+from worker.receive.weight_receiver import Receiver, load_transports
+
+T = TypeVar("T")
+MAX_BATCH = 64
+"""Inputs of one forward. More would only delay the first of them."""
+NO_SLEEP = "the hf engine has no sleep mode: its weights stay where they are"
+
+
+class PoolingArguments(Body):
+    """The engine arguments (`--engine-arg key=value`)."""
+
+    max_batch_tokens: int = 4096
+    """Tokens of one forward, with its padding. A longer input is computed alone."""
+    max_model_len: int | None = None
+    """None: as many tokens as the model takes."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """An input that waits for a forward."""
+
+    prompt: list[int]
+    result: asyncio.Future[tuple[list[float], Label] | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """None: the engine was paused first."""
+
+
+class _Holder(BaseWeights):
+    """The weights, as a Receiver stages and overwrites them. `forget_weights()` says that they are of no version."""
+
+    def __init__(self, weights: ModelWeights, forget_weights: Callable[[], None]) -> None:
+        self.weights = weights
+        self._forget_weights = forget_weights
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self.weights.spec
+
+    def tied_tensors(self) -> Mapping[str, str]:
+        return self.weights.tied
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
+        return self.weights.stage(tensors, cast, cancelled)
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+        self._forget_weights()
+        self.weights.overwrite(tensors, cast, cancelled)
+
+
+class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self._arguments = options.arguments(PoolingArguments)
+        options.refuse_modes("the hf engine does not have this", "use vllm or sglang")
+        self._gate = RequestGate()
+        self._thread: ThreadPoolExecutor | None = None
+        self._model: Any = None
+        self._weights: ModelWeights | None = None
+        self._version: WeightVersion | None = None
+        self._queue: deque[_Waiting] = deque()
+        self._computing: asyncio.Task[None] | None = None
+
+    # life
+
+    async def _start(self) -> EngineInfo:
+        self._thread = ThreadPoolExecutor(1, "hf-pooling")
+        return await self._on_thread(self._load)
+
+    def _load(self) -> EngineInfo:
+        path, device = self._options.model, self._options.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        disable_progress_bar()  # a worker's standard error is its log
+        self._read_head()
+        self._load_tokenizer()
+        saved = saved_specs(path)
+        self._model = model = self._class_of(saved).from_pretrained(
+            path,
+            dtype="auto" if self._options.dtype is None else getattr(torch, self._options.dtype),
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+        )
+        model.to(device).eval().requires_grad_(False)
+        if model.device.type == "cpu":
+            # Loading maps the file: a trainer that overwrites the file would change the weights, or end the process.
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.data = tensor.data.clone()
+        self._check_head()
+        self._weights = weights = ModelWeights(model, saved)
+        if strangers := weights.spec.keys() - saved.keys():
+            raise InvalidRequest(
+                f"the files of the model lack {min(strangers)}",
+                field="model",
+                fix=f"give the checkpoint of a model for --task {self._options.task}",
+            )
+        holder = _Holder(weights, self._forget_weights)
+        self.receiver = receiver = Receiver(holder, load_transports(self._options.places, str(model.device)))
+        config = model.config.get_text_config()
+        most = int(config.max_position_embeddings)
+        length = self._arguments.max_model_len or most
+        if not 1 <= length <= most:
+            raise InvalidRequest(
+                f"max_model_len is {length}", field="engine_arg.max_model_len", fix=f"give 1 to {most}"
+            )
+        return EngineInfo(
+            engine="hf",
+            engine_version=transformers.__version__,
+            model=path.absolute().name,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+            world_size=1,
+            vocab_size=config.vocab_size,
+            max_model_len=length,
+            capabilities={
+                "release_memory": NO_SLEEP,
+                "resume_memory": NO_SLEEP,
+                "score": NO_LOGPROBS,
+                **NO_POOLING_LORA,
+                **lacking_tasks(self._options.task),
+            },
+            transports=receiver.backends,
+            tied=holder.tied_tensors(),
+            dimension=self.head.dimension,
+            labels=self.head.labels,
+        )
+
+    def _class_of(self, saved: Mapping[str, TensorSpec]) -> Any:
+        """The class whose tensors have the names of the checkpoint. The checkpoint of a model that generates gives
+        embeddings too, and keeps its head for tokens, which an update brings as well."""
+        if self._options.task == "classify":
+            return AutoModelForSequenceClassification
+        has_prefix = any(name.startswith("model.") for name in saved)
+        return AutoModelForCausalLM if has_prefix else AutoModel
+
+    def _check_head(self) -> None:
+        if self._options.task == "classify" and not isinstance(
+            getattr(self._model, "score", None), torch.nn.Linear
+        ):
+            raise Unsupported(
+                f"the hf engine serves classifiers with one linear layer `score` over the last token, and "
+                f"{type(self._model).__name__} has none",
+                field="model",
+                fix="serve this model with vllm",
+            )
+
+    async def close(self) -> None:
+        if self._computing is not None:
+            await end_tasks([self._computing])
+        self._gate.abort(None)
+        for one in self._queue:
+            one.result.cancel()
+        self._queue.clear()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(wait=False, cancel_futures=True)
+        self._model = self._weights = self._tokenizer = None
+        self._receiver = None
+
+    async def liveness(self) -> None:
+        device = self._model.device if self._model is not None else "cpu"
+        await self._on_thread(lambda: torch.ones((), device=device).item())
+
+    def _running(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            raise EngineDied("the engine is closed")
+        return self._thread
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        """Runs `work` on the thread that has the model, after what it does now."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._running(), work)
+        except PlaneError:
+            raise
+        except Exception as error:
+            raise EngineFailed(f"{type(error).__name__}: {error}") from error
+
+    # requests
+
+    async def _pieces(self, request: GenerateRequest, prompt: list[int]) -> Any:
+        raise EngineFailed("a pooling model generates no tokens")  # its capabilities say so before
+        yield Piece()
+
+    async def _raw(self, request: GenerateRequest, prompt: list[int]) -> tuple[Any, Label] | None:
+        one = self._gate.enter(request)
+        try:
+            while True:
+                await self._gate.turn(one)
+                if one.ended is not None:
+                    return None
+                found = await self._computed(one, prompt)
+                if found is not None or one.ended is not None:
+                    return found
+        finally:
+            self._gate.leave(one)
+
+    async def _computed(self, one: GatedRequest, prompt: list[int]) -> tuple[list[float], Label] | None:
+        """None: the engine was paused before the input was computed, or the request ended."""
+        waiting = _Waiting(prompt)
+        self._queue.append(waiting)
+        if self._computing is None or self._computing.done():
+            self._computing = asyncio.create_task(self._compute())
+        found = await waiting.result
+        return found if one.ended is None else None
+
+    async def _compute(self) -> None:
+        """Computes all that waits, batch by batch, until the queue is empty or the engine is paused."""
+        while self._queue:
+            await asyncio.sleep(0)  # requests that have come at once get into one batch
+            if self._gate.is_paused:
+                for one in self._queue:
+                    _tell(one, None)
+                self._queue.clear()
+                return
+            batch = self._take_batch()
+            try:
+                vectors, label = await self._on_thread(lambda batch=batch: self._forward(batch))  # type: ignore[misc]
+            except PlaneError as error:
+                for one in batch:
+                    if not one.result.done():
+                        one.result.set_exception(error)
+                continue
+            for one, vector in zip(batch, vectors, strict=True):
+                _tell(one, (vector, label))
+
+    def _take_batch(self) -> list[_Waiting]:
+        batch: list[_Waiting] = []
+        longest = 0
+        while self._queue and len(batch) < MAX_BATCH:
+            longest = max(longest, len(self._queue[0].prompt))
+            if batch and longest * (len(batch) + 1) > self._arguments.max_batch_tokens:
+                break
+            one = self._queue.popleft()
+            if not one.result.done():
+                batch.append(one)
+        return batch
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def _forward(self, batch: list[_Waiting]) -> tuple[list[list[float]], Label]:
+        """Runs on the thread."""
+        label = Label(self._version)
+        if not batch:
+            return [], label
+        model, lengths = self._model, [len(one.prompt) for one in batch]
+        ids = torch.zeros((len(batch), max(lengths)), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, one in enumerate(batch):
+            ids[row, : lengths[row]] = torch.tensor(one.prompt)
+            mask[row, : lengths[row]] = 1
+        ids, mask = ids.to(model.device), mask.to(model.device)
+        base = model.base_model if self._options.task == "classify" else getattr(model, "model", model)
+        hidden = base(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        pooled = self._pool_hidden(hidden, mask, torch.tensor(lengths, device=model.device))
+        if self._options.task == "classify":
+            pooled = model.score(pooled)
+        vectors: list[list[float]] = pooled.float().cpu().tolist()
+        return vectors, label
+
+    def _pool_hidden(self, hidden: Any, mask: Any, lengths: Any) -> Any:
+        position = self.head.position
+        if position == "mean":
+            return (hidden.float() * mask.unsqueeze(-1)).sum(1) / lengths.unsqueeze(-1)
+        at = lengths - 1 if position == "last" else torch.zeros_like(lengths)
+        return hidden[torch.arange(len(hidden), device=hidden.device), at]
+
+    async def abort(self, request_ids: list[str] | None) -> int:
+        return self._abort_tokenized(request_ids) + self._gate.abort(request_ids)
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+        if mode == "abort":
+            self._abort_tokenized(None)
+        await self._gate.pause(mode)
+        await self.liveness()  # a batch that had begun is done
+        return clear_cache
+
+    async def resume(self) -> None:
+        self._running()
+        self._gate.resume()
+
+    async def flush_cache(self) -> bool:
+        """Returns True: there is no prefix cache."""
+        await self.liveness()
+        return True
+
+    def load(self) -> tuple[int, int]:
+        return self._gate.load()
+
+    # weights
+
+    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
+        served = self._version
+        names = self.receiver.changed_since(staging, served.digest if served is not None else None)
+        staged, weights = self.receiver.take(staging), self._weights
+        assert isinstance(staged, StagedTensors), "base weights"
+        assert weights is not None, "made with the model"
+
+        def between_two_batches() -> None:
+            still = self._version == served
+            self._version = None  # half-way, the weights are of no version
+            weights.load(staged, names if still else None)
+            self._version = version
+
+        await self._on_thread(between_two_batches)
+        return True
+
+    def set_version(self, version: WeightVersion) -> None:
+        self._version = version
+
+    def _forget_weights(self) -> None:
+        def forget() -> None:
+            self._version = None
+
+        self._running().submit(forget).result()
+
+    async def check_weights(self, action: CheckAction, scope: CheckScope = WHOLE) -> list[dict[str, Any]]:
+        self._running()
+        weights = self._weights
+        assert weights is not None, "made with the model"
+        if action != "reset_tensors":
+            return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action, scope)}]
+
+        def between_two_batches() -> None:
+            self._version = None
+            weights.reset()
+
+        await self._on_thread(between_two_batches)
+        return [{"rank": 0}]
+
+
+def _tell(one: _Waiting, result: tuple[list[float], Label] | None) -> None:
+    if not one.result.done():
+        one.result.set_result(result)
