@@ -27,7 +27,9 @@ def default_model(engines: Iterable[str]) -> Path:
     if set(engines) == {"fake"}:
         from worker.engines.fake.adapter import make_fake_model
 
-        return make_fake_model(cache_dir() / "fake-model", seed=SEED)
+        path = cache_dir() / "fake-model"
+        # A worker that loads it now must not see its files change.
+        return path if (path / "model.safetensors").exists() else make_fake_model(path, seed=SEED)
     from worker.testing.tiny_model import make_tiny_model
 
     try:

@@ -55,6 +55,7 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "allowed_token_ids": None,
         "bad_words_token_ids": [],
         "structured_output": None,
+        "pooling": None,
         "truncate_prompt_tokens": None,
         "cache_salt": None,
         "skip_special_tokens": True,
