@@ -3,10 +3,11 @@ which memory. A part of an update by the transport `ipc` has them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.validation import Body
 from rl_plane.protocol.versions import MAX_RANK
 
@@ -14,6 +15,8 @@ MAX_MEMORY_BYTES = 1 << 44
 """More than any machine has. The bound keeps sums of sizes and offsets in 64 bits."""
 MAX_HANDLE_CHARS = 2048
 """The longest handle of memory on a GPU, in hex. cudaMalloc's have 66 bytes."""
+MAX_COPIES = 64
+"""More GPUs than any machine has."""
 EVENT_CHARS = 128
 """The length of an event's handle, in hex."""
 
@@ -46,6 +49,28 @@ class GpuMemory(Body):
     event: str = Field(max_length=EVENT_CHARS, pattern=_HEX)
     """The handle of the event after which the memory may be read, in hex. May be empty."""
     event_sync: bool
+
+
+class GpuCopies(Body):
+    """Copies of one memory on several GPUs, each shared for the process that reads on that GPU. Each worker reads the
+    copy of its own GPU."""
+
+    copies: list[GpuMemory] = Field(min_length=1, max_length=MAX_COPIES)
+    held: bool = False
+    """The trainer shares the memory once, and fills it again for each part: a worker releases it after the last part
+    that has it."""
+
+    @property
+    def nbytes(self) -> int:
+        return min(one.nbytes for one in self.copies)
+
+    @model_validator(mode="after")
+    def _one_for_each(self) -> Self:
+        if len({one.gpu for one in self.copies}) != len(self.copies):
+            raise InvalidRequest(
+                "two copies are on one GPU", field="memories", fix="share each memory once for each GPU"
+            )
+        return self
 
 
 class TensorPlace(Body):

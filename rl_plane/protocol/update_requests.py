@@ -12,7 +12,7 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary, OnCanaryFailure, PolicyCanary
 from rl_plane.protocol.record import DecisionRecord, Encoding, KvPolicy, PauseMode, VersionSource
 from rl_plane.protocol.relay import RelayPlan, SourceUse
-from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory, TensorPlace
+from rl_plane.protocol.shared_tensors import GpuCopies, GpuMemory, NamedMemory, TensorPlace
 from rl_plane.protocol.validation import (
     DIGEST,
     LABEL_CHARS,
@@ -308,7 +308,7 @@ class Part(Body):
     check_only: bool = False
     """Receive nothing: only check that these tensors are all that the model needs. A trainer can so check before it
     sends."""
-    memories: list[NamedMemory | GpuMemory] = Field([], max_length=MAX_PART_MEMORIES)
+    memories: list[NamedMemory | GpuMemory | GpuCopies] = Field([], max_length=MAX_PART_MEMORIES)
     """The memory in which the tensors lie, for the transport `ipc`."""
     places: list[TensorPlace | None] | None = None
     """For the transport `ipc`: where each tensor lies. None for a tensor that is empty."""

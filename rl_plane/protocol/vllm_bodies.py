@@ -25,6 +25,10 @@ ANOTHER_WAY = (
     "form a torch group (init_info.backend gloo or nccl), name a directory (weight_dir), or publish with "
     "rl_plane.publish"
 )
+IPC = "ipc"
+"""The backend of a trainer that shares memory of its GPUs."""
+IPC_INIT = frozenset({"packed"})
+"""The fields of `init_info` of such a trainer, which forms no group."""
 OWN_NCCL = "nccl"
 """The backend of a group that the trainer forms by vLLM's own NCCL engine."""
 
@@ -90,8 +94,15 @@ class Transfer:
     """The format in which the trainer describes its tensors in the group, before they come. None: it announces them by
     calls."""
 
+    @classmethod
+    def by_ipc(cls, timeout_s: float) -> Transfer:
+        """The transfer of a trainer that shares memory of its GPUs."""
+        return cls(IPC, "", packed=False, bucket_bytes=PACKED_BYTES, timeout_s=min(timeout_s, MAX_PART_TIMEOUT_S))
+
     @property
     def transport(self) -> dict[str, Any]:
+        if self.backend == IPC:
+            return {"backend": IPC, "in_parts": True}
         how = {"in_parts": True} if self.format is None else {"format": self.format}
         return {"backend": self.backend, "group": self.group, **how}
 
@@ -196,7 +207,7 @@ def check_entries(entries: Sequence[Any], ranks: int) -> None:
 def parse_update(info: Mapping[str, Any]) -> UpdateInfo:
     for name in ("ipc_handles", "ipc_handles_pickled"):
         if name in info:
-            raise _unsupported(f"{name} are a pickle, and the plane opens no pickles", f"update_info.{name}")
+            raise _unsupported(f"{name} are taken by the HTTP routes of a frontend only", f"update_info.{name}")
     return parse_part(UpdateInfo, info, "update_info")
 
 

@@ -468,11 +468,11 @@ async def test_what_is_out_of_order_or_impossible_is_refused_by_name(
         ("/update_weights", {"update_info": [{"names": ["a"]}, {"names": ["b"]}]}, 501, "update_info"),
         ("/update_weights", {"update_info": [{"weight_dir": str(plane.model(1))}] * 2}, 400, "update_info"),
         ("/update_weights", {"update_info": [{"weight_dir": str(plane.model(1))}] * 3}, 409, None),
-        ("/update_weights", {"update_info": {"ipc_handles_pickled": "gASV"}}, 501, None),
+        ("/update_weights", {"update_info": {"ipc_handles_pickled": "gASV"}}, 409, "update_info"),
         ("/update_weights", {"update_info": {"weight_dir": str(plane.model(1))}}, 409, None),
         ("/start_draft_weight_update", {}, 501, "path"),
         ("/init_weight_transfer_engine", {}, 400, "init_info"),
-        ("/init_weight_transfer_engine", {"init_info": {}}, 400, "init_info.world_size"),
+        ("/init_weight_transfer_engine", {"init_info": {"rank_offset": 1}}, 400, "init_info.world_size"),
         ("/init_weight_transfer_engine", {"init_info": tcp}, 501, "init_info.backend"),
         ("/init_weight_transfer_engine", {"init_info": {**tcp, "backend": "mooncake"}}, 501, None),
         (

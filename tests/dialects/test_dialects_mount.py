@@ -87,10 +87,10 @@ async def test_one_listener_is_a_whole_engine(plane: Plane) -> None:
             body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
             named = schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]
             assert value in json.dumps(named["properties"][name]), path
-        (*both,) = schema["paths"]["/update_weights"]["post"]["requestBody"]["content"]["application/json"][
+        (*each,) = schema["paths"]["/update_weights"]["post"]["requestBody"]["content"]["application/json"][
             "schema"
         ]["anyOf"]
-        assert len({one["$ref"] for one in both}) == 2
+        assert len({one["$ref"] for one in each}) == 3
         missing = {part.split('"')[0] for part in json.dumps(schema).split('"#/components/schemas/')[1:]} - schema[
             "components"
         ]["schemas"].keys()

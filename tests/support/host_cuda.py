@@ -40,6 +40,9 @@ class HostCuda(TorchCuda):
         """A function for each name that runs before each call of it, and may raise an error."""
         self.shared: list[torch.UntypedStorage] = []
         """The storages that were shared."""
+        self.cut_off = 0
+        """The bytes that an allocation is shorter than the storage that a share claims."""
+        self.sender_lives = True
         self._counts: dict[int, int] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -96,6 +99,12 @@ class HostCuda(TorchCuda):
         storage: torch.UntypedStorage = torch.from_numpy(shared.numpy()).untyped_storage()
         weakref.finalize(storage, self.release, counter, number)
         return storage
+
+    def bytes_left(self, storage: torch.UntypedStorage) -> int:
+        return int(storage.nbytes()) - self.cut_off
+
+    def is_counted(self, counter: bytes) -> bool:
+        return self.sender_lives
 
     def release(self, counter: bytes, counter_offset: int) -> None:
         self._called("release")

@@ -6,6 +6,7 @@ remembers only the group that its trainer has formed, which decides how the next
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,12 +22,15 @@ from frontend.dialects.common.fleet_as_one import (
     last_begun,
     world_size,
 )
+from frontend.dialects.common.ipc_handles import has_handles, read_parts
 from frontend.server.shared_routes import DialectRequest, report
 from rl_plane.commit.history import read_entry
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.vllm_bodies import (
+    IPC,
+    IPC_INIT,
     InitInfo,
     Transfer,
     UpdateInfo,
@@ -86,6 +90,10 @@ class Transactions:
             format: the format in which the trainer describes its tensors in the group. None: it announces them.
             ready: waits until the trainer can be joined.
         """
+        if given.keys() <= IPC_INIT:
+            await self._leave()
+            self.transfer = Transfer.by_ipc(self._context.part_timeout_s)
+            return
         for name in unknown_of(InitInfo, given):
             report(where, f"init_info.{name}")
         info = parse_part(InitInfo, given, "init_info")
@@ -121,7 +129,7 @@ class Transactions:
     async def shut_down(self) -> None:
         await self.drop()
         transfer, self.transfer = self.transfer, None
-        if transfer is not None:
+        if transfer is not None and transfer.backend != IPC:
             body = {"backend": transfer.backend, "group": transfer.group}
             await self._context.calls.run("destroy_transport", body)
 
@@ -164,18 +172,22 @@ class Transactions:
                 report(request.path, f"update_info.{name}")
             await self._from_directory(info["weight_dir"])
             return
-        part = parse_update(info)
-        for name in unknown_of(UpdateInfo, info):
-            report(request.path, f"update_info.{name}")
-        if self.transfer is None:
-            raise Conflict(
-                "no group is formed with this frontend",
-                field="update_info",
-                fix="init_weight_transfer_engine first; or name a directory (update_info.weight_dir)",
-            )
-        with begun(NOT_POSSIBLE):
-            body = {"update_id": await self._target_id(), **part_body(part, self.transfer)}
-            await self._context.calls.run("receive_weights_part", body, digest=request.digest)
+        handles = has_handles(info)
+        part = None if handles else parse_update(info)
+        if self.transfer is None or handles != (self.transfer.backend == IPC):
+            raise _other_transfer(handles=handles)
+        if part is None:
+            timeout = {"timeout_s": self.transfer.timeout_s}
+            bodies = [{**one, **timeout} for one in await asyncio.to_thread(list, read_parts(info))]
+        else:
+            for name in unknown_of(UpdateInfo, info):
+                report(request.path, f"update_info.{name}")
+            bodies = [part_body(part, self.transfer)]
+        for number, body in enumerate(bodies):
+            digest = f"{request.digest}.{number}" if number else request.digest
+            with begun(NOT_POSSIBLE):
+                target = {"update_id": await self._target_id()}
+                await self._context.calls.run("receive_weights_part", {**target, **body}, digest=digest)
 
     async def _from_directory(self, path: Any) -> None:
         current = self._current
@@ -272,3 +284,17 @@ class Transactions:
         if update_id is None or (current is not None and current.finished):
             raise Conflict("no update is started", fix="start_weight_update first")
         return update_id
+
+
+def _other_transfer(*, handles: bool) -> Conflict:
+    if handles:
+        return Conflict(
+            "this frontend was not told that the weights come by CUDA IPC handles",
+            field="update_info",
+            fix="init_weight_transfer_engine with init_info {} or {packed}, as vLLM's ipc engine and SkyRL do",
+        )
+    return Conflict(
+        "no group is formed with this frontend",
+        field="update_info",
+        fix="init_weight_transfer_engine first; or name a directory (update_info.weight_dir)",
+    )

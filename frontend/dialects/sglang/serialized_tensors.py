@@ -17,14 +17,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+from frontend.dialects.common.shared_tensor import (
+    DEVICE,
+    GPU_ARGUMENTS,
+    REDUCTIONS,
+    STORAGE,
+    STORAGES,
+    TENSORS,
+    SharedTensor,
+    check_class,
+    gpu_tensor,
+    tensor_in,
+)
 from rl_plane.errors import InvalidRequest, Unsupported
-from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory
-from rl_plane.protocol.versions import DTYPE_BYTES, MAX_RANK, TensorSpec, checked_name
+from rl_plane.protocol.shared_tensors import GpuCopies, GpuMemory, NamedMemory
+from rl_plane.protocol.versions import DTYPE_BYTES, TensorSpec, checked_name
 from rl_plane.weights.pickle_reader import (
     Budget,
     ForbiddenPickle,
@@ -34,7 +45,7 @@ from rl_plane.weights.pickle_reader import (
     kind_of,
     read_pickle,
 )
-from rl_plane.weights.pickled_torch import DTYPES, MAX_SIDE, SIZE, Dtype, Size, checked, ints
+from rl_plane.weights.pickled_torch import DTYPES, SIZE, Dtype, Size, checked
 
 FIELD = "serialized_named_tensors"
 LISTED = (None, "direct")
@@ -51,21 +62,6 @@ MAX_NESTED = MAX_TENSORS
 SHARING_FIX = 'call torch.multiprocessing.set_sharing_strategy("file_system") in the trainer, or send CUDA tensors'
 ANOTHER_WAY = 'send tensors as SGLang\'s trainers do, or a safetensors file (load_format "safetensors")'
 
-_REDUCTIONS = "torch.multiprocessing.reductions"
-
-
-@dataclass(frozen=True, slots=True)
-class SharedTensor:
-    """A tensor in memory that its trainer shares."""
-
-    spec: TensorSpec
-    memory: NamedMemory | GpuMemory | None
-    """None: the tensor is empty, and has no memory."""
-    start: int
-    """The offset of its first element in the memory, in bytes."""
-    strides: tuple[int, ...] | None
-    """Elements between neighbours of each axis. None: it is contiguous."""
-
 
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
@@ -75,6 +71,18 @@ class SharedTensors:
     """The tensors of the first element, in their order."""
     shared: tuple[NamedMemory | GpuMemory, ...]
     """Each time that the trainer has shared memory in this call, for all elements. Torch counts each time."""
+    others: tuple[tuple[tuple[str, SharedTensor], ...], ...] = ()
+    """The tensors of the other elements, which are like those of the first."""
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs that have a copy of every tensor. 0: the tensors are not on GPUs."""
+        counts = {
+            len(one.copies) if isinstance(one, GpuCopies) else 1
+            for one in _memories(self).values()
+            if not isinstance(one, NamedMemory)
+        }
+        return min(counts, default=0)
 
 
 def read_shared(payloads: Sequence[bytes | bytearray | memoryview], load_format: str | None) -> SharedTensors:
@@ -116,28 +124,48 @@ def read_shared(payloads: Sequence[bytes | bytearray | memoryview], load_format:
                 f"element {number} has {len(one)} tensors, and the first has {len(found[0])}",
                 "send the same tensors to each rank",
             )
-    return SharedTensors(found[0], tuple(shared))
+    return SharedTensors(found[0], tuple(shared), tuple(found[1:]))
 
 
 def described(found: SharedTensors) -> dict[str, Any]:
     """The fields of a part of an update (`rl_plane.protocol.update_requests.Part`) that bring these tensors."""
     tensors = [one for _, one in found.tensors]
-    used = {one.memory: None for one in tensors if one.memory is not None}
-    numbers = {memory: number for number, memory in enumerate(used)}
+    memories = _memories(found)
+    numbers = {memory: number for number, memory in enumerate(memories)}
     places = [
         None
         if one.memory is None
         else {"memory": numbers[one.memory], "start": one.start, "strides": one.strides and list(one.strides)}
         for one in tensors
     ]
+    read = {copy for one in memories.values() if isinstance(one, GpuCopies) for copy in one.copies} | set(memories)
     return {
         "names": [name for name, _ in found.tensors],
         "dtypes": [one.spec.dtype for one in tensors],
         "shapes": [list(one.spec.shape) for one in tensors],
-        "memories": [one.model_dump() for one in used],
+        "memories": [one.model_dump() for one in memories.values()],
         "places": places,
-        "unused": [one.model_dump() for one in found.shared if isinstance(one, GpuMemory) and one not in numbers],
+        "unused": [one.model_dump() for one in found.shared if isinstance(one, GpuMemory) and one not in read],
     }
+
+
+def _memories(found: SharedTensors) -> dict[NamedMemory | GpuMemory, NamedMemory | GpuMemory | GpuCopies]:
+    """Each memory of the first element → that memory, or its copies where each element is on a GPU of its own."""
+    ranks: dict[NamedMemory | GpuMemory, tuple[NamedMemory | GpuMemory | None, ...]] = {}
+    alike = True
+    for number, (_, first) in enumerate(found.tensors):
+        if first.memory is None:
+            continue
+        others = [element[number][1] for element in found.others]
+        alike &= all((one.start, one.strides) == (first.start, first.strides) for one in others)
+        group = (first.memory, *(one.memory for one in others))
+        alike &= ranks.setdefault(first.memory, group) == group
+    result: dict[NamedMemory | GpuMemory, NamedMemory | GpuMemory | GpuCopies] = {}
+    for memory, group in ranks.items():
+        copies = [one for one in group if isinstance(one, GpuMemory)]
+        apart = len(copies) == len(group) == len({one.gpu for one in copies})
+        result[memory] = GpuCopies(copies=copies) if alike and apart and len(group) > 1 else memory
+    return result
 
 
 def _spec_text(spec: TensorSpec) -> str:
@@ -173,8 +201,8 @@ class _Element:
             (one.module, one.name): one
             for one in (
                 *_CLASSES,
-                Name(_REDUCTIONS, "rebuild_storage_filename", self._named_storage),
-                Name(_REDUCTIONS, "rebuild_cuda_tensor", self._gpu_tensor),
+                Name(REDUCTIONS, "rebuild_storage_filename", self._named_storage),
+                Name(REDUCTIONS, "rebuild_cuda_tensor", self._gpu_tensor),
                 Name("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified", self._gpu_tensor),
                 Name("sglang.srt.patch_torch", "_rebuild_cuda_tensor_modified", self._gpu_tensor),
             )
@@ -252,7 +280,7 @@ class _Element:
     def _named_storage(self, arguments: tuple[Any, ...]) -> _Storage:
         """`rebuild_storage_filename(cls, manager, handle, size)`"""
         of, manager, handle, size = checked("a shared storage", arguments, Name, bytes, bytes, int)
-        if of is not _STORAGE or not manager:
+        if of is not STORAGE or not manager:
             raise UnreadablePickle(f"a storage of {of}")
         try:
             memory = NamedMemory(name=handle.decode("ascii").removeprefix("/"), nbytes=size)
@@ -265,47 +293,20 @@ class _Element:
 
     def _gpu_tensor(self, arguments: tuple[Any, ...]) -> SharedTensor:
         """`rebuild_cuda_tensor(…)` with its 15 arguments"""
-        if len(arguments) != 15:
-            raise UnreadablePickle(f"a CUDA tensor with {len(arguments)} values instead of 15")
-        of, size, strides, offset, storage, dtype, device, handle, nbytes, start, grad, *counted = arguments
-        if type(device) is int:
+        if len(arguments) == GPU_ARGUMENTS and type(arguments[DEVICE]) is int:
             raise ForbiddenPickle(
                 "a CUDA tensor names its GPU by a number, which may mean another GPU here",
                 "call sglang.srt.utils.patch_torch.monkey_patch_torch_reductions() in the trainer first",
             )
-        _check_class(of)
-        if storage not in _STORAGES or type(dtype) is not Dtype or type(grad) is not bool:
-            raise UnreadablePickle("a CUDA tensor of an unknown storage")
-        counter, counter_offset, event, event_sync = counted
-        if nbytes == 0 and type(nbytes) is int:
-            return _tensor(dtype, size, strides, offset, None)
-        if not all(type(one) is bytes for one in (handle, counter, event)):
-            raise UnreadablePickle("a CUDA tensor without its handles")
-        try:
-            memory = GpuMemory(
-                gpu=device,
-                memory=handle.hex(),
-                nbytes=nbytes,
-                offset=start,
-                counter=counter.decode("ascii"),
-                counter_offset=counter_offset,
-                event=event.hex(),
-                event_sync=event_sync,
-            )
-        except (UnicodeDecodeError, ValidationError):
-            raise UnreadablePickle("a CUDA tensor whose handles are not torch's") from None
-        self._shared.append(memory)
-        return _tensor(dtype, size, strides, offset, memory)
-
-
-def _check_class(of: Any) -> None:
-    if of not in _TENSORS:
-        raise UnreadablePickle(f"a tensor of the class {kind_of(of)}")
+        tensor = gpu_tensor(arguments, None)
+        if tensor.memory is not None:
+            self._shared.append(tensor.memory)
+        return tensor
 
 
 def _empty_storage(arguments: tuple[Any, ...]) -> _Storage:
     (of,) = checked("an empty storage", arguments, Name)
-    if of is not _STORAGE:
+    if of is not STORAGE:
         raise UnreadablePickle(f"a storage of {of}")
     return _Storage(None)
 
@@ -318,34 +319,9 @@ def _typed_storage(arguments: tuple[Any, ...]) -> _TypedStorage:
 def _cpu_tensor(arguments: tuple[Any, ...]) -> SharedTensor:
     """`rebuild_tensor(cls, storage, (offset, size, strides, requires_grad))`"""
     of, storage, metadata = checked("a tensor", arguments, Name, _TypedStorage, tuple)
-    _check_class(of)
+    check_class(of)
     offset, size, strides, _ = checked("a tensor's shape", metadata, int, Size, tuple, bool)
-    return _tensor(storage.dtype, size, strides, offset, storage.memory)
-
-
-def _tensor(
-    dtype: Dtype, size: Any, strides: Any, offset: Any, memory: NamedMemory | GpuMemory | None
-) -> SharedTensor:
-    """Checks that a tensor lies within its memory."""
-    if type(size) is not Size or not ints(strides, MAX_RANK) or len(strides) != len(size.sides):
-        raise UnreadablePickle("a tensor whose strides do not fit its shape")
-    if type(offset) is not int or not all(0 <= one < MAX_SIDE for one in (offset, *strides)):
-        raise UnreadablePickle("a tensor with a negative or endless stride or offset")
-    spec, width = TensorSpec(dtype.name, size.sides), DTYPE_BYTES[dtype.name]
-    if spec.nbytes == 0:
-        return SharedTensor(spec, None, 0, None)
-    last = offset + sum((side - 1) * stride for side, stride in zip(size.sides, strides, strict=True))
-    if memory is None or (last + 1) * width > memory.nbytes:
-        raise UnreadablePickle("a tensor that does not lie within its memory")
-    packed = is_contiguous(size.sides, strides)
-    return SharedTensor(spec, memory, offset * width, None if packed else tuple(strides))
-
-
-def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements lie side by side in row-major order. The stride of an axis with one element is free."""
-    axes = [(side, stride) for side, stride in zip(shape, strides, strict=True) if side != 1]
-    inner = not axes or axes[-1][1] == 1
-    return inner and all(outer[1] == after[0] * after[1] for outer, after in pairwise(axes))
+    return tensor_in(storage.dtype, size, strides, offset, storage.memory)
 
 
 def _of_bucket(whole: SharedTensor, one: Record) -> SharedTensor:
@@ -362,9 +338,6 @@ def _of_bucket(whole: SharedTensor, one: Record) -> SharedTensor:
     return SharedTensor(spec, whole.memory, whole.start + first * width, None)
 
 
-_STORAGE = Name("torch.storage", "UntypedStorage")
-_STORAGES = (_STORAGE, Name("torch.storage", "TypedStorage"))
-_TENSORS = (Name("torch", "Tensor"), Name("torch.nn.parameter", "Parameter"))
 _METADATA_FIELDS = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
 _METADATA = Name("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata", fields=_METADATA_FIELDS)
 _LOCAL = Name(
@@ -373,18 +346,18 @@ _LOCAL = Name(
     fields=("values",),
 )
 _CLASSES = (
-    *_STORAGES,
-    *_TENSORS,
+    *STORAGES,
+    *TENSORS,
     _METADATA,
     _LOCAL,
     SIZE,
-    Name(_REDUCTIONS, "rebuild_storage_empty", _empty_storage),
-    Name(_REDUCTIONS, "rebuild_typed_storage", _typed_storage),
-    Name(_REDUCTIONS, "rebuild_tensor", _cpu_tensor),
+    Name(REDUCTIONS, "rebuild_storage_empty", _empty_storage),
+    Name(REDUCTIONS, "rebuild_typed_storage", _typed_storage),
+    Name(REDUCTIONS, "rebuild_tensor", _cpu_tensor),
 )
 
 _FORBIDDEN = {
-    (_REDUCTIONS, "rebuild_storage_fd"): ForbiddenPickle(
+    (REDUCTIONS, "rebuild_storage_fd"): ForbiddenPickle(
         "the tensors are shared by file descriptors, which only a child of the trainer can get", SHARING_FIX
     ),
 }

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+from frontend.dialects.common.shared_tensor import SharedTensor
 from frontend.dialects.sglang.body_tensors import MAX_HELD_BYTES, Tensors
-from frontend.dialects.sglang.serialized_tensors import FIELD, SharedTensor, SharedTensors
+from frontend.dialects.sglang.serialized_tensors import FIELD, SharedTensors
 from rl_plane.errors import InvalidWeights, PayloadTooLarge, Unsupported
 from rl_plane.protocol.shared_tensors import NamedMemory
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, HostTensor

@@ -53,7 +53,7 @@ class SkyrlTensorFields(Fields):
     sizes: list[int] | None = None
     """The number of elements of each tensor. With it all tensors come as one broadcast, else each as its own."""
     packed: bool | None = None
-    """Not used: `sizes` says how the tensors come."""
+    """Has the meaning of `sizes`, which it comes with."""
     extras: list[dict[str, Any]] | None = None
     """Not supported with CUDA IPC handles."""
 

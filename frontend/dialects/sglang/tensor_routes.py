@@ -31,7 +31,6 @@ from frontend.server.large_bodies import LongText
 from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report_given
 from rl_plane.bus.state_store import read_record
 from rl_plane.errors import Conflict, InvalidRequest, Locked, Unsupported
-from rl_plane.protocol.shared_tensors import GpuMemory
 from rl_plane.protocol.validation import Label
 
 MAX_BODY_BYTES = 256 << 20
@@ -207,11 +206,13 @@ def _read_shared(fields: TensorFields | AdapterFields) -> SharedTensors:
 
 
 async def _check_openable(context: DialectContext, found: SharedTensors) -> None:
-    """A share of a GPU's memory can be opened once. Raises Unsupported if several workers would open it."""
-    on_gpu = any(isinstance(memory, GpuMemory) for memory in found.shared)
-    if on_gpu and (count := len(await members(context))) > 1:
+    """A share of a GPU's memory can be opened once. Raises Unsupported if there are fewer shares than workers."""
+    if not found.gpus:
+        return
+    if (count := len(await members(context))) > found.gpus:
         raise Unsupported(
-            f"a CUDA tensor that a trainer shares can be opened by one process, and this fleet has {count} workers",
+            f"a share of a CUDA tensor can be opened by one process: this fleet has {count} workers, and the tensors "
+            f"come from {found.gpus} GPUs",
             field=FIELD,
-            fix="use one fleet for each engine, or update_weights_from_distributed",
+            fix="send an element for each GPU of the fleet, or use update_weights_from_distributed",
         )

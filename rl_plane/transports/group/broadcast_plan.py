@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_plane.errors import PayloadTooLarge
+from rl_plane.protocol.shared_tensors import GpuCopies
 from rl_plane.protocol.update_requests import Part
 from rl_plane.protocol.versions import TensorSpec
 
@@ -79,9 +80,13 @@ def pieces(part: Part) -> list[Part]:
 
 def _placed_bytes(part: Part) -> int:
     places = sum(PLACE_BYTES + SIDE_BYTES * len((one and one.strides) or ()) for one in part.places or ())
-    texts = (value for one in (*part.memories, *part.unused) for value in one.model_dump().values())
-    memories = MEMORY_BYTES * (len(part.memories) + len(part.unused))
-    return places + memories + sum(len(text) for text in texts if isinstance(text, str))
+    shared = [
+        copy
+        for one in (*part.memories, *part.unused)
+        for copy in (one.copies if isinstance(one, GpuCopies) else (one,))
+    ]
+    texts = (value for one in shared for value in one.model_dump().values())
+    return places + MEMORY_BYTES * len(shared) + sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _between(part: Part, start: int, end: int) -> Part:

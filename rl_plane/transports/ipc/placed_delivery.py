@@ -7,12 +7,13 @@ opened by torch's own calls (`torch_cuda`); this has NOT yet run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable, Unsupported
-from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory, TensorPlace
+from rl_plane.protocol.shared_tensors import GpuCopies, GpuMemory, NamedMemory, TensorPlace
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import DTYPE_BYTES, DigestAlgorithm, HostTensor, TensorSpec
 from rl_plane.transports.announced_delivery import AnnouncedDelivery, Coming
@@ -31,9 +32,18 @@ Read = Callable[[int, memoryview], str | None]
 class PlacedDelivery(AnnouncedDelivery[ReceivePart]):
     """A delivery in which each part says where its tensors lie."""
 
-    def __init__(self, cuda: TorchCuda) -> None:
+    def __init__(self, cuda: TorchCuda, devices: Sequence[str] = ()) -> None:
+        """`devices`: those of the ranks for which this process receives, in torch's notation."""
         super().__init__(AGAIN)
         self._cuda = cuda
+        self._devices = devices
+        self._held: dict[GpuMemory, list[Any]] = {}
+        """Opened shares that the trainer fills again for each part, each in a list that is emptied to close it."""
+        self._keeps = set[GpuMemory]()
+        """The shares of the present part that stay open for the next one."""
+        self._passed_over = set[GpuMemory]()
+        """The shares for other ranks of this worker that were released."""
+        self._closing = threading.Lock()
 
     def _source(self, part: ReceivePart) -> ReceivePart:
         if part.names and part.places is None:
@@ -44,16 +54,40 @@ class PlacedDelivery(AnnouncedDelivery[ReceivePart]):
             )
         for name, spec, place in _placed(part):
             _check_place(name, spec, place, part.memories)
+        part = self._own_copies(part)
         for memory in part.memories:
             if isinstance(memory, NamedMemory):
                 with opened_memory(memory):
                     pass
-            else:
+            elif isinstance(memory, GpuMemory):
                 _check_gpu(self._cuda, memory)
         return part
 
+    def _own_copies(self, part: ReceivePart) -> ReceivePart:
+        """Chooses the copy on this worker's GPU. Those for its other ranks are released unread."""
+        if not any(isinstance(one, GpuCopies) for one in part.memories):
+            return part
+        own = [uuid for device in self._devices if (uuid := self._cuda.uuid_of(device)) is not None]
+        memories: list[NamedMemory | GpuMemory | GpuCopies] = []
+        unused, held = list(part.unused), set[GpuMemory]()
+        for one in part.memories:
+            if not isinstance(one, GpuCopies):
+                memories.append(one)
+                continue
+            mine = {copy.gpu: copy for copy in one.copies if copy.gpu in own}
+            chosen = next((mine[uuid] for uuid in own if uuid in mine), None)
+            if chosen is None:
+                raise _no_copy(one, own)
+            memories.append(chosen)
+            held |= {*mine.values()} if one.held else set()
+            unused += [copy for copy in mine.values() if copy is not chosen and copy not in self._passed_over]
+            self._passed_over |= {copy for copy in mine.values() if copy is not chosen}
+        self._keeps = held
+        return part.model_copy(update={"memories": memories, "unused": unused})
+
     def _received(self, coming: Coming[ReceivePart]) -> Iterator[tuple[str, HostTensor]]:
         part = coming.source
+        self._close_held(except_for={one for one in part.memories if isinstance(one, GpuMemory)})
         with ExitStack() as held:
             on_gpu = self._opened_on_gpu(part, held)
             number, read = -1, None
@@ -94,8 +128,11 @@ class PlacedDelivery(AnnouncedDelivery[ReceivePart]):
         release(self._cuda, [_handle(one) for one in part.unused])
         shares = {number: one for number, one in enumerate(part.memories) if isinstance(one, GpuMemory)}
         found: dict[int, Read] = {}
-        for uuid in sorted({one.gpu for one in shares.values()}):
-            numbers = [number for number, one in shares.items() if one.gpu == uuid]
+        for number, one in shares.items():
+            if one in self._held:
+                found[number] = _gpu_reader(self._cuda, one.gpu, self._held[one], 0)
+        for uuid in sorted({one.gpu for number, one in shares.items() if number not in found}):
+            numbers = [number for number, one in shares.items() if one.gpu == uuid and number not in found]
             try:
                 tensors = opened(self._cuda, [_handle(shares[number]) for number in numbers], uuid)
             except Exception as error:  # CUDA's errors have no common base
@@ -104,12 +141,28 @@ class PlacedDelivery(AnnouncedDelivery[ReceivePart]):
                 ) from error
             held.callback(self._cuda.collect)
             held.callback(tensors.clear)
+            lengths = [self._cuda.bytes_left(one.untyped_storage()) for one in tensors]
+            for number, left in zip(numbers, lengths, strict=True):
+                _check_allocation(shares[number], left)
             for at, number in enumerate(numbers):
-                found[number] = _gpu_reader(self._cuda, uuid, tensors, at)
+                if shares[number] in self._keeps:
+                    self._held[shares[number]] = [tensors[at]]
+                    found[number] = _gpu_reader(self._cuda, uuid, self._held[shares[number]], 0)
+                else:
+                    found[number] = _gpu_reader(self._cuda, uuid, tensors, at)
         return found
+
+    def _close_held(self, except_for: Collection[GpuMemory] = ()) -> None:
+        with self._closing:
+            over = [one for one in self._held if one not in except_for]
+            for one in over:
+                self._held.pop(one).clear()
+            if over:
+                self._cuda.collect()
 
     def close(self) -> None:
         self.ended = True
+        self._close_held()
 
 
 def _placed(part: ReceivePart) -> Iterator[tuple[str, TensorSpec, TensorPlace | None]]:
@@ -152,6 +205,32 @@ def _check_gpu(cuda: TorchCuda, memory: GpuMemory) -> None:
         _handle(memory)
     except ValueError as error:
         raise InvalidRequest(f"{error}", field="memories", fix="send the tensors again") from error
+    if not cuda.is_counted(memory.counter.encode()):
+        raise InvalidRequest(
+            f"the process that shared {memory.counter} is not on this machine, or has ended",
+            field="memories",
+            fix="run trainer and workers on one machine, with one /dev/shm and one PID namespace, or send the weights "
+            "another way",
+        )
+
+
+def _check_allocation(memory: GpuMemory, left: int | None) -> None:
+    """Raises InvalidRequest if a share says that it is longer than its allocation, of which `left` bytes are left."""
+    if left is not None and left < memory.nbytes:
+        raise InvalidRequest(
+            f"a share of {memory.nbytes} bytes on {memory.gpu} has {left} bytes to the end of its allocation",
+            field="memories",
+            fix="share the tensor as torch does",
+        )
+
+
+def _no_copy(memory: GpuCopies, own: Sequence[str]) -> Unsupported:
+    there = ", ".join(one.gpu for one in memory.copies[:8])
+    return Unsupported(
+        f"the tensors are on {there}, and this worker's model is on {', '.join(own) or 'no GPU'}",
+        field="memories",
+        fix="run a rank of the trainer on each GPU of the fleet, or send the weights another way",
+    )
 
 
 def _handle(memory: GpuMemory) -> Handle:

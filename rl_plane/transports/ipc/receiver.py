@@ -86,13 +86,14 @@ class IpcTransport(WeightTransport):
         self._first_packet_s = first_packet_s
         self._bucket_s = bucket_s
         self._device = context.device
+        self._devices = context.rank_devices or (context.device,)
         self._cuda = cuda
 
     def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery | PlacedDelivery:
         check_platform()
         if "in_parts" in request:
             check_fields(BACKEND, request, "in_parts", "fleet_ranks")
-            return PlacedDelivery(self._cuda)
+            return PlacedDelivery(self._cuda, self._devices)
         check_fields(BACKEND, request, "socket", "secret")
         name, secret = request.get("socket"), request.get("secret")
         if not isinstance(name, str) or not NAME.fullmatch(name):

@@ -6,11 +6,16 @@ their own, which answers from memory of the host.
 
 from __future__ import annotations
 
+import ctypes
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+SHM = Path("/dev/shm")
+"""The directory of the files in which torch counts shares."""
 
 Share = tuple[bytes, int, int, bytes, int, bytes, bool]
 """A share of an allocation: memory, nbytes, offset, counter, counter_offset, event, event_sync (see `Handle`)."""
@@ -80,6 +85,22 @@ class TorchCuda:
 
         made: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(self.device_of(uuid).index, *share)
         return made
+
+    def bytes_left(self, storage: torch.UntypedStorage) -> int | None:
+        """The bytes from the start of an opened storage to the end of its allocation. None: CUDA does not tell."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        try:
+            address_range = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
+        except (OSError, AttributeError):
+            return None
+        if address_range(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(storage.data_ptr())):
+            return None
+        return int(base.value + size.value - storage.data_ptr())
+
+    def is_counted(self, counter: bytes) -> bool:
+        """True if the process that made a share is on this machine and lives, so its count can be lowered."""
+        name = counter.decode()
+        return (SHM / name[1:]).is_file() and Path("/proc", name.split("_")[1]).exists()
 
     def release(self, counter: bytes, counter_offset: int) -> None:
         """Releases a share that was not opened."""

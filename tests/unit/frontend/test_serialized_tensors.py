@@ -15,7 +15,7 @@ import pytest
 from frontend.dialects.sglang import serialized_tensors
 from frontend.dialects.sglang.serialized_tensors import MAX_ELEMENTS, MAX_TENSORS, described, read_shared
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
-from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory
+from rl_plane.protocol.shared_tensors import GpuCopies, GpuMemory, NamedMemory
 from rl_plane.protocol.update_requests import Part
 from rl_plane.weights import pickle_reader
 from rl_plane.weights.pickle_reader import MAX_MARKS, MAX_OPCODES, MAX_PICKLE_BYTES, MAX_STACK
@@ -107,7 +107,15 @@ def test_a_cuda_tensor(patched: bool) -> None:
         3,
     )
     part = Part.model_validate(described(found))
-    assert [one.gpu for one in part.unused] == ["GPU-0a1b-23"], "the second rank's share is released unread"
+    (copies,) = part.memories
+    assert isinstance(copies, GpuCopies)
+    assert [one.gpu for one in copies.copies] == ["GPU-0a1b-22", "GPU-0a1b-23"], "each worker reads its own GPU's"
+    assert (part.unused, found.gpus) == ([], 2)
+    same = listed([("a", cuda_tensor((2, 2), "float16", "GPU-0a1b-22", counted=6))])
+    found = read_shared([data, same], None)
+    part = Part.model_validate(described(found))
+    assert [(one.gpu, one.counter_offset) for one in part.unused] == [("GPU-0a1b-22", 6)], "it is released unread"
+    assert (found.gpus, read_shared([listed([("a", GOOD)])], None).gpus) == (1, 0)
     by_number = refusal(listed([("a", cuda_tensor((2, 2), "float16", 0))]))
     assert "monkey_patch_torch_reductions" in by_number.facts["fix"]
 

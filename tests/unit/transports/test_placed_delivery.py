@@ -62,9 +62,11 @@ def part(tensors: Mapping[str, tuple[str, list[int], Any]], memories: list[Any],
     )
 
 
-def received(*parts: ReceivePart, cuda: TorchCuda | None = None, places: Any = None) -> dict[str, bytes]:
+def received(
+    *parts: ReceivePart, cuda: TorchCuda | None = None, places: Any = None, context: TransportContext | None = None
+) -> dict[str, bytes]:
     """The bytes of each tensor, whose digests are right where there are any."""
-    transport = IpcTransport(TransportContext(), *([] if cuda is None else [cuda]))
+    transport = IpcTransport(context or TransportContext(), *([] if cuda is None else [cuda]))
     delivery = transport.open({"backend": "ipc", "in_parts": True, "fleet_ranks": 1}, "base")
     assert isinstance(delivery, PlacedDelivery)
     delivery.places = places
@@ -271,6 +273,84 @@ def test_memory_on_a_gpu_that_can_not_be_opened() -> None:
     with pytest.raises(Unavailable, match="can't be opened: CUDA error"):
         received(part({"a": ("float32", [4], place(0))}, [memory], unused=[unused]), cuda=cuda)
     assert cuda.held == []
+
+
+def copies_on(cuda: HostCuda, tensor: Any, *, held: bool = False) -> dict[str, Any]:
+    """Copies of a tensor on all GPUs."""
+    return {"copies": [shared_on(cuda, gpu, tensor) for gpu in GPUS], "held": held}
+
+
+def received_on(cuda: HostCuda, devices: tuple[str, ...], *parts: ReceivePart) -> dict[str, bytes]:
+    """Receives as a process whose ranks are on these devices."""
+    return received(*parts, cuda=cuda, context=TransportContext(device=devices[0], rank_devices=devices))
+
+
+def test_each_worker_reads_the_copy_on_its_own_gpu() -> None:
+    cuda, whole = HostCuda(), torch.arange(4, dtype=torch.uint8)
+    one = part({"a": ("uint8", [4], place(0))}, [copies_on(cuda, whole)])
+    assert received_on(cuda, ("cuda:1",), one) == {"a": bytes(range(4))}
+    assert cuda.held == [0], "the other copy is another worker's"
+    assert received_on(cuda, ("cuda:0",), one) == {"a": bytes(range(4))}
+    assert cuda.held == []
+
+
+def test_a_worker_with_several_ranks_reads_one_copy_and_releases_the_others() -> None:
+    cuda, whole = HostCuda(), torch.arange(4, dtype=torch.uint8)
+    one = part({"a": ("uint8", [4], place(0))}, [copies_on(cuda, whole)])
+    assert received_on(cuda, ("cuda:1", "cuda:0"), one) == {"a": bytes(range(4))}
+    assert (cuda.calls.count("open"), cuda.held) == (1, [])
+
+
+def test_a_memory_that_is_filled_again_is_opened_once_for_all_parts() -> None:
+    cuda, buffer = HostCuda(), torch.arange(8, dtype=torch.uint8)
+    copies = copies_on(cuda, buffer, held=True)
+    own = ("cuda:0", "cuda:1")
+    parts = [part({name: ("uint8", [4], place(0, start))}, [copies]) for name, start in (("a", 0), ("b", 4))]
+    nothing = part({}, [])
+    found = received_on(cuda, own, *parts, nothing)
+    assert found == {"a": bytes(range(4)), "b": bytes(range(4, 8))}
+    assert (cuda.calls.count("open"), cuda.calls.count("release"), cuda.held) == (1, 2, [])
+
+
+def test_a_gpu_without_a_copy_is_named() -> None:
+    cuda = HostCuda()
+    one = part({"a": ("uint8", [4], place(0))}, [{"copies": [shared_on(cuda, GPUS[0], torch.zeros(1))]}])
+    with pytest.raises(Unsupported, match=f"on {GPUS[0]}, and this worker's model is on {GPUS[1]}"):
+        received_on(cuda, ("cuda:1",), one)
+    with pytest.raises(Unsupported, match="is on no GPU"):
+        received_on(cuda, ("cpu",), one)
+    with pytest.raises(InvalidRequest, match="two copies are on one GPU"):
+        part({}, [{"copies": [shared_on(cuda, GPUS[0], torch.zeros(1))] * 2}])
+    assert "open" not in cuda.calls
+
+
+def test_a_share_of_a_dead_trainer_or_another_machine_is_not_opened() -> None:
+    cuda = HostCuda()
+    one = part({"a": ("uint8", [4], place(0))}, [copies_on(cuda, torch.zeros(1))])
+    cuda.sender_lives = False
+    with pytest.raises(InvalidRequest, match="is not on this machine, or has ended"):
+        received_on(cuda, ("cuda:0",), one)
+    assert "open" not in cuda.calls
+
+
+def test_a_share_that_is_longer_than_its_allocation_is_released_unread() -> None:
+    cuda = HostCuda()
+    one = part({"a": ("float32", [4], place(0))}, [copies_on(cuda, torch.zeros(4))])
+    cuda.cut_off = 1
+    with pytest.raises(InvalidRequest, match=r"a share of 16 bytes .* has 15 bytes to the end"):
+        received_on(cuda, ("cuda:0", "cuda:1"), one)
+    assert cuda.held == []
+
+
+def test_torch_counts_in_a_file_of_a_process_that_lives() -> None:
+    name = f"torch_{os.getpid()}_78_1"
+    assert not TorchCuda().is_counted(f"/{name}".encode())
+    (SHM / name).touch()
+    try:
+        assert TorchCuda().is_counted(f"/{name}".encode())
+    finally:
+        (SHM / name).unlink()
+    assert TorchCuda().bytes_left(torch.zeros(1).untyped_storage()) is None, "there is no CUDA here"
 
 
 # ---- the uses that torch counts ----
