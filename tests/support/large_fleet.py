@@ -110,7 +110,7 @@ def large_fleet(count: int) -> Iterator[str]:
         "/v1/rl/state": lambda: json.dumps(large_state(count, next(turns))).encode(),
         "/v1/rl/updates": lambda: updates,
         "/v1/rl/workers": lambda: json.dumps({"epoch": 1, "workers": []}).encode(),
-        "/v1/rl/about": lambda: b"{}",
+        "/v1/rl/about": lambda: json.dumps({"component": "policy", "components": {"policy": {}}}).encode(),
         "/metrics": lambda: b"",
     }
 
