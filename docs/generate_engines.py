@@ -140,7 +140,7 @@ FEATURES = {
     ),
 }
 """The rows by their capability in `describe`, or by a name of this file."""
-OF_THE_MODEL = frozenset({"generate:routed_experts"})
+OF_THE_MODEL = frozenset({"generate:routed_experts", "generate:task.classify", "generate:task.embed"})
 """Capabilities that depend on the model, so the table leaves them out. The page describes them."""
 SAME = {"resume_memory": "release_memory", "update_weights:lora": "prepare_update:lora"}
 

@@ -14,19 +14,21 @@ from collections.abc import AsyncGenerator, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
+from worker.engines.common.pooled_requests import NO_LOGPROBS, NO_POOLING_LORA, PooledRequests
 from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.sglang.args import parse_arguments
-from worker.engines.sglang.limits import check_model, lora_targets_on_cpu
+from worker.engines.sglang.limits import RAW_EMBEDDING, check_model, check_pooling, lora_targets_on_cpu
 from worker.engines.sglang.lora_references import lora_reference
 from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.scorer import NO_PIPELINE
@@ -98,7 +100,7 @@ def _process_of(options: EngineOptions) -> SglangProcess:
     return SglangProcess(options, arguments, device, int(gpu or 0))
 
 
-class SglangEngine(RankEngine[SglangProcess]):
+class SglangEngine(RankEngine[SglangProcess], PooledRequests):
     def __init__(self, options: EngineOptions, process: SglangProcess | None = None) -> None:
         """`process`: the default is SGLang's own, built from the options."""
         super().__init__(options, process or _process_of(options))
@@ -121,6 +123,10 @@ class SglangEngine(RankEngine[SglangProcess]):
         self.engine_loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._check_model)
         await asyncio.to_thread(self._load_tokenizer)
+        await asyncio.to_thread(self._read_head)
+        if self._head is not None:
+            check_pooling(self._options.model, self._head)
+            self.process.arguments["is_embedding"] = True
         await self.process.start()
         manager = self.process.manager
         experts = Experts.of(manager.model_config.hf_text_config)
@@ -139,7 +145,7 @@ class SglangEngine(RankEngine[SglangProcess]):
 
         engine, config = self.process.engine, self.process.manager.model_config
         arguments = engine.server_args
-        lacking = NO_CHOICE | self._lacking_over_hosts()
+        lacking = NO_CHOICE | self._lacking_over_hosts() | lacking_tasks(self._options.task)
         if not arguments.enable_lora:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         if self._on_cpu or not arguments.enable_memory_saver:
@@ -156,6 +162,8 @@ class SglangEngine(RankEngine[SglangProcess]):
             lacking["generate:routed_experts"] = NO_ROUTED if has_experts else NO_EXPERTS
         else:
             lacking |= no_cut_rows("stop") | no_cut_rows("stop_token_ids", "ignore_eos")
+        if self._head is not None:
+            lacking |= NO_POOLING_LORA | {"score": NO_LOGPROBS}
         return EngineInfo(
             engine="sglang",
             engine_version=sglang.__version__,
@@ -175,6 +183,8 @@ class SglangEngine(RankEngine[SglangProcess]):
             max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,
             max_prompt_top_logprobs=most_tops(config.vocab_size),
             kv_tokens=engine._scheduler_init_result.scheduler_infos[0].get("max_total_num_tokens"),
+            dimension=self._head.dimension if self._head is not None else None,
+            labels=self._head.labels if self._head is not None else (),
         )
 
     async def engine_load(self) -> EngineLoad | None:
@@ -201,6 +211,12 @@ class SglangEngine(RankEngine[SglangProcess]):
 
     def _pieces(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
         return self._requests_in_sglang().run(request, prompt)
+
+    async def _raw(self, request: GenerateRequest, prompt: list[int]) -> tuple[Any, Label] | None:
+        pooling = request.pooling
+        if pooling is not None and pooling.task == "embed" and not pooling.activation:
+            raise Unsupported(RAW_EMBEDDING, field="use_activation", fix="leave it out, or use hf or vllm")
+        return await self._requests_in_sglang().pooled(request, prompt)
 
     def _label(self, adapter: str | None) -> Label:
         if adapter is None:

@@ -36,6 +36,7 @@ OURS = {
     "hicache_storage_backend": IN_HOST_MEMORY,
     "incremental_streaming_output": "the worker reads increments",
     "init_expert_location": PLACED_ANEW,
+    "is_embedding": "use --task",
     "kt_weight_path": OTHER_COPIES,
     "load_format": "the model is read from its safetensors files",
     "lora_paths": "load adapters by update_weights",

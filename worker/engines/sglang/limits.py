@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, Unsupported
+from worker.engines.common.checkpoint_spec import saved_specs
+from worker.engines.common.pooling_head import PoolingHead
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -17,6 +19,8 @@ DENSE_LAYERS = (
     "SGLang builds each layer of a Qwen3-MoE model with experts, and never fills those of the dense layers that this "
     "model's config names"
 )
+RAW_EMBEDDING = "SGLang scales each embedding to length 1 itself"
+BIASED_HEADS = {"Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification"}
 NO_EXPERT_LORA = (
     "SGLang has LoRA for experts by Triton kernels only, and ends itself at the first request on a CPU"
 )
@@ -28,6 +32,23 @@ def check_model(model: Path) -> None:
     dense = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     if dense and "Qwen3MoeForCausalLM" in (config.get("architectures") or ()):
         raise Unsupported(DENSE_LAYERS, field="model", fix="serve this model with another engine")
+
+
+def check_pooling(model: Path, head: PoolingHead) -> None:
+    """Raises Unsupported for a pooling model that SGLang starts with and computes wrongly."""
+    if head.task == "embed" and head.position != "last":
+        raise Unsupported(
+            f"SGLang takes the last token of a model that generates, and this model's files say {head.position}",
+            field="model",
+            fix="serve this model with hf or vllm",
+        )
+    named = set(_config(model).get("architectures") or ()) & BIASED_HEADS
+    if named and "score.bias" not in saved_specs(model):
+        raise Unsupported(
+            f"SGLang gives {named.pop()} a bias behind `score`, which the model's files lack and SGLang never sets",
+            field="model",
+            fix="serve this model with hf or vllm",
+        )
 
 
 def lora_targets_on_cpu(model: Path, asked: list[str] | None) -> list[str]:

@@ -91,7 +91,7 @@ class SglangStream:
         """SGLang's id of the request, once it is submitted."""
         self.kv: WeightVersion | None = None
         """The base weights of the oldest KV that the request has kept, if they have been replaced since."""
-        self.feeding: asyncio.Task[None] | None = None
+        self.feeding: asyncio.Task[Any] | None = None
         self.pieces = PieceQueue()
         self._stop = stop
         self.made: list[int] = []
@@ -230,6 +230,54 @@ class Feeder:
         finally:
             del self.streams[request.id]
             stream.feeding.cancel()  # this aborts it in the engine
+
+    async def pooled(self, request: GenerateRequest, prompt: list[int]) -> tuple[list[float], Label] | None:
+        """The raw numbers of a pooling request. None: the request was aborted. Cancelling it aborts the request.
+
+        SGLang does not say which weights have computed a vector. So a vector counts only if the engine had the same
+        weights from the submission to the end. Otherwise it is computed again."""
+        stream = self.streams[request.id] = SglangStream(request, prompt, frozenset(), self._experts)
+        try:
+            while not stream.ended:
+                feeding = stream.feeding = asyncio.create_task(self._feed_pooled(stream))
+                await asyncio.wait([feeding])
+                found: tuple[list[float], Label] | None = None if feeding.cancelled() else feeding.result()
+                if found is not None:
+                    return found
+            await stream.pieces.next()  # raises the error that has ended the request, if it was one
+            return None
+        finally:
+            del self.streams[request.id]
+            if stream.feeding is not None:
+                stream.feeding.cancel()  # this aborts it in the engine
+
+    async def _feed_pooled(self, stream: SglangStream) -> tuple[list[float], Label] | None:
+        """None: the weights have changed meanwhile, or the request has ended."""
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+        try:
+            while not self._open.is_set():
+                await self._open.wait()
+            key, stream.submitted = self.key, True
+            stream.rid = f"{next(self._numbers):016x}"
+            asked = EmbeddingReqInput(rid=stream.rid, input_ids=stream.prompt)
+            async with contextlib.aclosing(self._manager.generate_request(asked)) as outputs:
+                out = await anext(outputs)
+            reason = out["meta_info"]["finish_reason"] or {}
+            if reason.get("type") == "abort":
+                is_refused = reason.get("status_code") is not None
+                stream.end(
+                    _ended_by_engine(str(reason.get("message"))) if is_refused else Piece(finish_reason="abort")
+                )
+                return None
+            return (out["embedding"], self._label_of(None)) if key == self.key else None
+        except PlaneError as error:
+            stream.end(error)
+        except Exception as error:
+            stream.end(EngineFailed(f"{type(error).__name__}: {error}"))
+        finally:
+            stream.submitted = False
+        return None
 
     async def abort(self, streams: list[SglangStream]) -> None:
         """Ends these requests here at once, and in the engine."""

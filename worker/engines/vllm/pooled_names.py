@@ -19,7 +19,7 @@ def pooled_names(llm: Any) -> dict[str, str | None]:
 def name_pooled(llm: Any) -> None:
     """Call it once in the front end. `llm`: an AsyncLLM. It also completes the end of a pooling request that the
     scheduler aborts: vLLM's front end expects a vector there, and would fail."""
-    from vllm.v1.outputs import EMPTY_CPU_TENSOR
+    import torch
 
     processor = llm.output_processor
     process = processor.process_outputs
@@ -32,7 +32,7 @@ def name_pooled(llm: Any) -> None:
             if state is None or state.detokenizer is not None or output.finish_reason is None:
                 continue
             if output.pooling_output is None:
-                output.pooling_output = EMPTY_CPU_TENSOR
+                output.pooling_output = torch.empty(0)
             names[state.external_req_id] = weight_version
         return process(outputs, *more, weight_version=weight_version, **options)
 
