@@ -16,7 +16,7 @@ from rl_plane.protocol.pooling import MAX_DIMENSION, packed, unpacked
 POLICY = ServedModels("reward", ("m",), (), None, None)
 REWARD = ServedModels("reward", ("m",), (), None, None, "classify", ("reward",))
 LABELS = ServedModels("reward", ("m",), (), None, None, "classify", ("a", "b"))
-EMBEDDER = ServedModels(("m",), (), None, None, "embed")
+EMBEDDER = ServedModels("reward", ("m",), (), None, None, "embed")
 
 
 def asked(pooled: PooledPlan) -> list[tuple[Any, str, bool]]:
@@ -114,8 +114,8 @@ def test_the_task_of_a_fleet_is_that_of_all_members() -> None:
         return Member(f"{number:016x}", "i", "server", number, number, {"model": "m", **info})
 
     rewards = [member(number, task="classify", labels=["good"]) for number in (1, 2)]
-    assert (ServedModels.of(rewards, None).pools, ServedModels.of(rewards, None).labels) == ("classify", ("good",))
-    assert ServedModels.of([*rewards, member(3)], None).pools is None
+    assert (ServedModels.of("reward", rewards, None).pools, ServedModels.of(rewards, None).labels) == ("classify", ("good",))
+    assert ServedModels.of("reward", [*rewards, member(3)], None).pools is None
 
 
 def test_a_vector_travels_as_it_is() -> None:
