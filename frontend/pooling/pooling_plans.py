@@ -24,7 +24,7 @@ from frontend.pooling.pooling_bodies import (
 from frontend.routing.demands import demands_of
 from rl_plane.errors import InvalidRequest, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
-from rl_plane.protocol.pooling import Pooling, PoolingTask
+from rl_plane.protocol.pooling import MAX_PAIR_CHARS, Pooling, PoolingTask
 from rl_plane.protocol.validation import parse_body
 
 B = TypeVar("B", bound=PoolingBody)
@@ -162,6 +162,10 @@ def _texts(value: Any, field: str) -> list[str]:
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) and one for one in texts):
         raise InvalidRequest(f"{field} is no text", field=field, fix="send a text, or a list of texts")
     _check_count(len(texts), field)
+    if (longest := max(map(len, texts))) > MAX_PAIR_CHARS:
+        raise InvalidRequest(
+            f"a text of {field} has {longest} characters", field=field, fix=f"send at most {MAX_PAIR_CHARS}"
+        )
     return texts
 
 

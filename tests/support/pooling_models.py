@@ -14,11 +14,12 @@ torch = pytest.importorskip("torch")
 
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 32,
     "max_position_embeddings": 512,
 }
 INPUTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [300], list(range(40, 80))]

@@ -11,7 +11,7 @@ from frontend.pooling.pooling_plans import PooledPlan, plan_classify, plan_embed
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
 from rl_plane.membership.core import Member
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from rl_plane.protocol.pooling import MAX_DIMENSION, packed, unpacked
+from rl_plane.protocol.pooling import MAX_DIMENSION, MAX_PAIR_CHARS, packed, unpacked
 
 POLICY = ServedModels("reward", ("m",), (), None, None)
 REWARD = ServedModels("reward", ("m",), (), None, None, "classify", ("reward",))
@@ -101,6 +101,7 @@ def test_a_wrong_body_is_refused_by_its_field(body: dict[str, Any], field: str) 
         ({"text_1": "a", "documents": ["b"]}, "documents"),
         ({"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
         ({"text_1": "a", "text_2": [{"type": "image"}]}, "text_2"),
+        ({"text_1": "a", "text_2": "b" * (MAX_PAIR_CHARS + 1)}, "text_2"),
     ],
 )
 def test_wrong_pairs(body: dict[str, Any], field: str) -> None:

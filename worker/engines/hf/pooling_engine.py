@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
+from pydantic import Field
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
@@ -46,9 +47,9 @@ NO_SLEEP = "the hf engine has no sleep mode: its weights stay where they are"
 class PoolingArguments(Body):
     """The engine arguments (`--engine-arg key=value`)."""
 
-    max_batch_tokens: int = 4096
+    max_batch_tokens: int = Field(4096, ge=1)
     """Tokens of one forward, with its padding. A longer input is computed alone."""
-    max_model_len: int | None = None
+    max_model_len: int | None = Field(None, ge=1)
     """None: as many tokens as the model takes."""
 
 
