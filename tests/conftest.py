@@ -164,6 +164,7 @@ class Plane:
         weight_urls: Sequence[str] = (),
         metrics: Mapping[str, Any] | None = None,
         task: str = "generate",
+        dtype: str | None = None,
         **engine_args: Any,
     ) -> Spawned:
         """`patch`: code that runs in the process before the worker does. `nodes`: the fields of `NodeSettings`.
@@ -181,6 +182,7 @@ class Plane:
             "weight_urls": list(weight_urls),
             "engine_args": {key: str(value) for key, value in engine_args.items()},
             "drain_s": drain_s,
+            "dtype": dtype,
             "task": task,
             **(metrics or {}),
             **({} if nodes is None else {"nodes": dict(nodes)}),

@@ -115,7 +115,10 @@ def test_the_task_of_a_fleet_is_that_of_all_members() -> None:
         return Member(f"{number:016x}", "i", "server", number, number, {"model": "m", **info})
 
     rewards = [member(number, task="classify", labels=["good"]) for number in (1, 2)]
-    assert (ServedModels.of("reward", rewards, None).pools, ServedModels.of(rewards, None).labels) == ("classify", ("good",))
+    assert (ServedModels.of("reward", rewards, None).pools, ServedModels.of("reward", rewards, None).labels) == (
+        "classify",
+        ("good",),
+    )
     assert ServedModels.of("reward", [*rewards, member(3)], None).pools is None
 
 
