@@ -696,12 +696,13 @@ class UpdateWeights(_Update):
 
     @property
     def described_as_it_comes(self) -> bool:
-        """Reports whether the tensors are described as they come: part by part, or in a group that the trainer has
-        formed itself (`format`)."""
+        """Reports whether the tensors are described as they come: part by part, in a group that the trainer has formed
+        itself (`format`), or by checkpoint-engine (`zmq_handles`)."""
         transport = self.transport
-        if transport is None or transport.backend not in PUSHED:
-            return self.in_parts
-        return self.in_parts or "format" in (transport.model_extra or {})
+        if transport is None or transport.backend not in IN_PARTS:
+            return False
+        own = "format" if transport.backend in PUSHED else "zmq_handles"
+        return self.in_parts or own in (transport.model_extra or {})
 
 
 class Rollback(Body):

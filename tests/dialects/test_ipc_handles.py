@@ -7,7 +7,7 @@ import asyncio
 import base64
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from rl_plane.transports.ipc.torch_cuda import SHM
+from tests.support.checkpoint_engine_server import CheckpointEngineServer
 from tests.support.dialect_facade import facade, fine, proven, refused, served
 from tests.support.hf_fleet import Witnesses
 from tests.support.ipc_handles_trainer import GPUS, IpcHandlesTrainer
@@ -37,9 +38,14 @@ def trainers(plane: Plane) -> Iterator[list[IpcHandlesTrainer]]:
     with contextlib.ExitStack() as stack:
         started = [stack.enter_context(IpcHandlesTrainer(plane)) for _ in range(2)]
         yield started
-        for one in started:
-            for left in [*SHM.glob(f"rlp_gpu_{one.process.pid}_*"), *SHM.glob(f"torch_{one.process.pid}_*")]:
-                left.unlink(missing_ok=True)  # of a trainer that was killed
+        _remove_memory(started)
+
+
+def _remove_memory(processes: Sequence[CommandedProcess]) -> None:
+    """Removes the memory of processes that were killed."""
+    for one in processes:
+        for left in [*SHM.glob(f"rlp_gpu_{one.process.pid}_*"), *SHM.glob(f"torch_{one.process.pid}_*")]:
+            left.unlink(missing_ok=True)
 
 
 async def _rpc(http: httpx.AsyncClient, method: str, **named: Any) -> httpx.Response:
@@ -117,6 +123,72 @@ async def _dies_in_the_middle(
 class _Attack:
     def __reduce__(self) -> Any:
         return eval, ("1",)
+
+
+@pytest.fixture
+def server(plane: Plane) -> Iterator[CheckpointEngineServer]:
+    with CheckpointEngineServer(plane) as server:
+        yield server
+        _remove_memory([server])
+
+
+async def test_checkpoint_engine_updates_a_fleet(plane: Plane, server: CommandedProcess) -> None:
+    """It comes by vLLM's `/collective_rpc` and by SGLang's route, with the messages of its parameter server."""
+    witnesses = Witnesses(plane)
+    started = [
+        plane.spawn(ready=False, engine="hf", model=witnesses.first, patch=WORKER_PATCH.format(gpu=gpu))
+        for gpu in GPUS
+    ]
+    ids = [(await asyncio.to_thread(one.wait_ready, 120.0)).instance_id for one in started]
+    async with facade(plane) as http:
+
+        async def update(seed: int, **how: Any) -> httpx.Response:
+            told = {"directory": str(witnesses.base(seed)), "buckets": 3, **how}
+            handles = await server.do("begin", told)
+            return await http.post(
+                "/collective_rpc", json={"method": "update_weights_from_ipc", "args": [handles]}
+            )
+
+        assert fine(await update(2)) == {"results": [None] * 2}
+        assert (await server.do("end"), await server.do("held")) == ("", [])
+        await proven(http, ids, 2)
+        handles = await server.do("begin", {"directory": str(witnesses.base(3)), "buckets": 2})
+        asked = {"zmq_handles": handles, "flush_cache": True, "weight_version": "step_3"}
+        assert fine(await http.post("/update_weights_from_ipc", json=asked))["success"] is True
+        await proven(http, ids, 3, "step_3")
+        assert "received different bytes" in refused(await update(1, damaged=1), 409)["message"]
+        attack = refused(await update(1, first=pickle.dumps(_Attack()).hex()), 400)
+        assert "'builtins' 'eval'" in attack["message"]
+        assert "remote errors" in await server.do("end"), "the server hears of it, and does not wait"
+        away = {"zmq_handles": dict.fromkeys(GPUS, "tcp://10.0.0.1:1")}
+        assert (
+            refused(await http.post("/update_weights_from_ipc", json=away), 400)["field"]
+            == "transport.zmq_handles"
+        )
+        await proven(http, ids, 3, "step_3")
+
+
+async def test_a_parameter_server_that_dies_changes_nothing(plane: Plane, server: CommandedProcess) -> None:
+    witnesses = Witnesses(plane)
+    patch = WORKER_PATCH.format(gpu=GPUS[0])
+    one = plane.spawn(ready=False, engine="hf", model=witnesses.first, patch=patch)
+    ids = [(await asyncio.to_thread(one.wait_ready, 120.0)).instance_id]
+    async with facade(plane) as http:
+        told = {"directory": str(witnesses.base(2)), "buckets": 3, "waits": True, "gpus": GPUS[:1]}
+        handles = await server.do("begin", told)
+        asked = {"method": "update_weights_from_ipc", "args": [handles]}
+        updating = asyncio.create_task(http.post("/collective_rpc", json=asked))
+        await plane.until(lambda: _has_come(http))
+        await asyncio.to_thread(server.kill)
+        assert "has ended" in refused(await updating, 409)["message"]
+        await proven(http, ids, 1)
+        assert [is_open for is_open, _ in await served(http)] == [True]
+
+
+async def _has_come(http: httpx.AsyncClient) -> bool:
+    """Whether each worker has received some bytes of an update."""
+    rows = fine(await http.get("/v1/rl/state"))["workers"]
+    return all(row.get("update") and row["update"]["bytes"] > 0 for row in rows)
 
 
 async def test_handles_that_are_none_are_refused_by_name(plane: Plane) -> None:

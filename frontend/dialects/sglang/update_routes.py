@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from frontend.dialects.common.checkpoint_engine import from_checkpoint_engine
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import begun, joined
-from frontend.dialects.sglang.body_tensors import ANOTHER_WAY
 from frontend.dialects.sglang.sglang_session import (
     DistributedFields,
     PrepareFields,
@@ -42,7 +42,8 @@ class DiskFields(SglangUpdateFields):
 class IpcFields(SglangUpdateFields):
     """`/update_weights_from_ipc`"""
 
-    zmq_handles: dict[str, str] | None = None
+    zmq_handles: dict[str, str]
+    """The address of each GPU's socket, by its UUID."""
 
 
 class BeginFields(Fields):
@@ -138,6 +139,16 @@ def mount_updates(routes: SharedRoutes, context: DialectContext, updates: Update
         await updates.name(label)
         return {"success": True, "message": f"Weight version updated to {label}", "new_version": label}
 
+    @routes.post("/update_weights_from_ipc", IpcFields, "New weights from checkpoint-engine.", once=True)
+    async def from_ipc(request: ParsedRequest[IpcFields]) -> Any:
+        fields = request.fields
+        report_unused(request, fields)
+        reply = await from_checkpoint_engine(
+            context, fields.zmq_handles, request.request_id, label=fields.weight_version, policy=fields.policy
+        )
+        await updates.note_commit()
+        return {"success": True, "message": joined(reply, "Succeeded to update model weights.")}
+
     _mount_two_phases(routes, updates)
     _mount_refused(routes)
 
@@ -163,14 +174,6 @@ def _mount_two_phases(routes: SharedRoutes, updates: Updates) -> None:
 
 
 def _mount_refused(routes: SharedRoutes) -> None:
-    @routes.post("/update_weights_from_ipc", IpcFields, "Refused: it would need a pickle.", once=True)
-    async def from_ipc(request: ParsedRequest[IpcFields]) -> Any:
-        raise Unsupported(
-            "checkpoint-engine's ZMQ handles lead to CUDA memory by a pickle, which is never opened here",
-            field="zmq_handles",
-            fix=ANOTHER_WAY,
-        )
-
     @routes.any("/get_weights_by_name", ByNameFields, "Refused: engines hold weights fused and sharded.")
     async def by_name(request: ParsedRequest[ByNameFields]) -> Any:
         raise Unsupported(

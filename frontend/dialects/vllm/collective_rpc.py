@@ -1,9 +1,11 @@
-"""`/collective_rpc` for the methods by which SkyRL updates weights. vLLM's own route calls any method of a worker."""
+"""`/collective_rpc` for the methods by which SkyRL and checkpoint-engine update weights. vLLM's own route calls any
+method of a worker."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from frontend.dialects.common.checkpoint_engine import from_checkpoint_engine
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import world_size
 from frontend.dialects.common.rpc import RpcFields
@@ -17,6 +19,7 @@ METHODS = {
     "update_weights_nccl": ("update_info",),
     "update_weights_ipc": ("update_info",),
     "skyrl_finish_weight_update": (),
+    "update_weights_from_ipc": ("zmq_handles",),
 }
 """Method → the arguments that it reads, in their order."""
 
@@ -25,7 +28,7 @@ def mount_rpc(routes: SharedRoutes, context: DialectContext, transactions: Trans
     @routes.post(
         "/collective_rpc",
         RpcFields,
-        "SkyRL's update, step by step.",
+        "SkyRL's update, step by step; or checkpoint-engine's.",
         once=True,
         max_body_bytes=MAX_NAMES_BYTES,
     )
@@ -34,7 +37,7 @@ def mount_rpc(routes: SharedRoutes, context: DialectContext, transactions: Trans
         known = METHODS.get(fields.method)
         if known is None:
             raise Unsupported(
-                f"the method {fields.method!r} can't be called here: only SkyRL's for an update can",
+                f"the method {fields.method!r} can't be called here: only SkyRL's and checkpoint-engine's can",
                 field="method",
                 fix=f"one of {', '.join(METHODS)}; or a route of its own",
             )
@@ -47,6 +50,8 @@ def mount_rpc(routes: SharedRoutes, context: DialectContext, transactions: Trans
             await transactions.start(request.request_id)
         elif fields.method == "skyrl_finish_weight_update":
             await transactions.finish(None)
+        elif fields.method == "update_weights_from_ipc":
+            await from_checkpoint_engine(context, given["zmq_handles"], request.request_id)
         else:
             await transactions.update(given["update_info"], request)
         return {"results": [None] * ranks}

@@ -25,6 +25,7 @@ from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.versions import DigestAlgorithm, HostTensor
 from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
+from rl_plane.transports.ipc.checkpoint_engine import CheckpointEngineDelivery
 from rl_plane.transports.ipc.cuda_buffers import Handle, OpenBuckets, read_opened, remove_counters
 from rl_plane.transports.ipc.in_place import MAX_TOGETHER, read_memory
 from rl_plane.transports.ipc.placed_delivery import PlacedDelivery
@@ -89,8 +90,13 @@ class IpcTransport(WeightTransport):
         self._devices = context.rank_devices or (context.device,)
         self._cuda = cuda
 
-    def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery | PlacedDelivery:
+    def open(
+        self, request: Mapping[str, Any], kind: Kind
+    ) -> PackedDelivery | PlacedDelivery | CheckpointEngineDelivery:
         check_platform()
+        if "zmq_handles" in request:
+            check_fields(BACKEND, request, "zmq_handles")
+            return CheckpointEngineDelivery(request["zmq_handles"], self._cuda, self._devices)
         if "in_parts" in request:
             check_fields(BACKEND, request, "in_parts", "fleet_ranks")
             return PlacedDelivery(self._cuda, self._devices)

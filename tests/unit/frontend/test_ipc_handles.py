@@ -29,7 +29,7 @@ GPUS = ("GPU-0a1b-22", "GPU-0a1b-23")
 
 
 def arguments(shape: tuple[int, ...], dtype: Any, nbytes: int | None = None, **changed: Any) -> tuple[Any, ...]:
-    """Returns what torch's `reduce_tensor` gives for a contiguous CUDA tensor."""
+    """Makes what torch's `reduce_tensor` gives for a contiguous CUDA tensor."""
     tensor = torch.empty(shape, dtype=dtype)
     values = {
         "class": torch.Tensor,

@@ -1,0 +1,265 @@
+"""Receives weights from checkpoint-engine's parameter server: `{backend: ipc, zmq_handles: {GPU's UUID: address}}`.
+
+The worker answers the socket of each of its ranks, because the server waits for all of them. It reads the tensors from
+the buffer of its first rank only. pyzmq must be installed beside the worker, as with vLLM and SGLang. NOT yet run on a
+GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rl_plane._util.tasks import Cancelled, never
+from rl_plane.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    InvalidWeights,
+    PlaneError,
+    Unavailable,
+    Unsupported,
+)
+from rl_plane.protocol.update_requests import ReceivePart
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import CheckSpecs, PartwiseDelivery
+from rl_plane.transports.ipc.checkpoint_engine_wire import (
+    ADDRESS,
+    BufferHandle,
+    Failure,
+    read_handle,
+    read_tensors,
+)
+from rl_plane.transports.ipc.cuda_buffers import Handle, opened, release
+from rl_plane.transports.ipc.torch_cuda import TorchCuda
+from rl_plane.weights.pickle_reader import UnreadablePickle
+from rl_plane.weights.read_ahead import host_memory
+
+MESSAGE_S = 300.0
+"""The time for one message in seconds: the server gathers a bucket from its own ranks before each."""
+LOOK_MS = 100
+"""Milliseconds between two looks at `cancelled`."""
+TELL_S = 10.0
+"""The time in seconds to tell the server of an error. It listens once it has sent its next message."""
+FIELD = "transport.zmq_handles"
+FIX = "update with checkpoint-engine's parameter server, which makes the sockets"
+
+
+class CheckpointEngineDelivery(PartwiseDelivery):
+    """The delivery of one version. `specs` grow as the server describes the tensors."""
+
+    def __init__(self, handles: Any, cuda: TorchCuda, devices: Sequence[str]) -> None:
+        self._specs: dict[str, TensorSpec] = {}
+        self.specs: Mapping[str, TensorSpec] = self._specs
+        self._cuda = cuda
+        self._gpus, self._addresses = _own(handles, cuda, devices)
+        self._zmq = _import_zmq()
+        self._began = False
+        self._sockets: list[Any] = []
+        self._owed = set[int]()
+        """The sockets whose server waits for an answer."""
+        self._counter = b""
+        """The file in which torch counts the buffer's share. It names the server's process."""
+        self._came: dict[str, TensorSpec] = {}
+        self._wanted: Mapping[str, TensorSpec] = {}
+        self._check_specs: CheckSpecs = lambda wanted, offered: None
+
+    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], check: CheckSpecs) -> None:
+        self._specs.update(wanted)
+        self._wanted, self._check_specs = wanted, check
+
+    def receive_part(self, part: ReceivePart, cancelled: Cancelled) -> int:
+        raise InvalidRequest(
+            "this update is described by checkpoint-engine, not part by part", field="update_id", fix="wait for it"
+        )
+
+    def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
+        self._began = True
+        with self._connected():
+            try:
+                yield from self._received(cancelled)
+            except PlaneError as error:
+                self._tell(error.message)
+                raise
+        self._check_specs(self._wanted, self._came)
+        for name in self._specs.keys() - self._came.keys():
+            del self._specs[name]  # it is tied to another tensor, and was left out
+
+    def close(self) -> None:
+        """Ends the delivery. The servers of one that never began hear of it, on a thread because they may be slow."""
+        if not self._began:
+            self._began = True
+            threading.Thread(target=self._refuse, name="checkpoint-engine", daemon=True).start()
+
+    def _refuse(self) -> None:
+        with self._connected():
+            self._tell("the update was dropped")
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[None]:
+        context = self._zmq.Context()
+        try:
+            for address in self._addresses:
+                socket = context.socket(self._zmq.REP)
+                socket.setsockopt(self._zmq.LINGER, int(TELL_S * 1000))
+                self._sockets.append(socket)
+                socket.connect(address)
+            yield
+        finally:
+            for socket in self._sockets:
+                socket.close()
+            context.term()
+
+    def _received(self, cancelled: Cancelled) -> Iterator[tuple[str, HostTensor]]:
+        shares = [_read(read_handle, data) for data in self._messages(cancelled)]
+        first = _going_on(shares[0])
+        for one in shares:
+            _going_on(one)
+        release(self._cuda, [_handle(one) for one in shares[1:] if isinstance(one, BufferHandle)])
+        buffers = self._opened(first)
+        try:
+            self._answer()
+            while (found := self._described(first, cancelled)) is not None:
+                copied = [(name, self._copied(buffers, name, *found[name], first.start)) for name in found]
+                self._cuda.synchronize(self._gpus[0])
+                self._answer()
+                yield from copied
+        finally:
+            buffers.clear()
+            self._cuda.collect()
+        self._answer()
+        for data in self._messages(cancelled):
+            if _going_on(_read(lambda one: read_tensors(one, 0), data)) is not None:
+                raise _refused("tensors after their end")
+        self._answer()
+
+    def _opened(self, share: BufferHandle) -> list[Any]:
+        handle = _handle(share)
+        self._counter = handle.counter
+        if not self._cuda.is_counted(handle.counter):
+            raise InvalidRequest("the parameter server is not on this machine, or has ended", field=FIELD, fix=FIX)
+        try:
+            return opened(self._cuda, [handle], self._gpus[0])
+        except Exception as error:  # CUDA's errors have no common base
+            raise Unavailable(f"the server's buffer can't be opened: {str(error)[:300]}", fix=FIX) from error
+
+    def _described(self, buffer: BufferHandle, cancelled: Cancelled) -> dict[str, tuple[TensorSpec, int]] | None:
+        """The next tensors of each rank, which must be the same. None: there are no more."""
+        messages = [
+            _going_on(_read(lambda one: read_tensors(one, buffer.nbytes), data))
+            for data in self._messages(cancelled)
+        ]
+        found: dict[str, tuple[TensorSpec, int]] | None = messages[0]
+        if any(one != found for one in messages):
+            raise _refused("other tensors to one rank than to another")
+        if found is None:
+            return None
+        offered = {name: spec for name, (spec, _) in found.items()}
+        twice = sorted(offered.keys() & self._came.keys())
+        if twice:
+            raise _refused(f"{twice[0]} twice")
+        self._check_specs({name: one for name, one in self._wanted.items() if name in offered}, offered)
+        self._came.update(offered)
+        self._specs.update(offered)
+        return found
+
+    def _copied(self, buffers: list[Any], name: str, spec: TensorSpec, offset: int, start: int) -> HostTensor:
+        import torch
+
+        into = None if self.places is None else self.places(name, spec)
+        if into is None or into.nbytes != spec.nbytes:
+            into = host_memory(spec.nbytes)
+        if spec.nbytes:
+            at = start + offset
+            torch.frombuffer(into, dtype=torch.uint8).copy_(buffers[0][at : at + spec.nbytes])
+        return HostTensor(spec, into, owned=True)
+
+    # ---- the sockets ----
+
+    def _messages(self, cancelled: Cancelled) -> list[bytes]:
+        """The next message of each rank's server."""
+        until = time.monotonic() + MESSAGE_S
+        found = []
+        for number, socket in enumerate(self._sockets):
+            while not socket.poll(LOOK_MS):
+                if cancelled():
+                    raise EngineFailed("staging was cancelled")
+                if self._counter and not self._cuda.is_counted(self._counter):
+                    raise Unavailable("checkpoint-engine's parameter server has ended", fix=FIX)
+                if time.monotonic() > until:
+                    raise DeadlineExceeded(f"checkpoint-engine sent nothing within {MESSAGE_S:g} s", fix=FIX)
+            found.append(socket.recv())
+            self._owed.add(number)
+        return found
+
+    def _answer(self, text: str = "") -> None:
+        for number in sorted(self._owed):
+            self._sockets[number].send(text.encode())
+        self._owed.clear()
+
+    def _tell(self, why: str) -> None:
+        """Answers each server's present or next message with an error, so that it ends its update."""
+        until = time.monotonic() + TELL_S
+        with contextlib.suppress(self._zmq.ZMQError):
+            for number, socket in enumerate(self._sockets):
+                left_ms = int(max(0.0, until - time.monotonic()) * 1000)
+                if number not in self._owed and socket.poll(left_ms):
+                    socket.recv()
+                    self._owed.add(number)
+            self._answer(why or "the update has failed")
+
+
+def _own(handles: Any, cuda: TorchCuda, devices: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The GPUs of this worker's ranks, and their sockets. Raises InvalidRequest or Unsupported."""
+    valid = isinstance(handles, Mapping) and all(
+        isinstance(one, str) and ADDRESS.fullmatch(one) for one in handles.values()
+    )
+    if not valid:
+        raise InvalidRequest(
+            "zmq_handles are not the sockets of checkpoint-engine on this machine", field=FIELD, fix=FIX
+        )
+    own = [uuid for device in devices if (uuid := cuda.uuid_of(device)) is not None]
+    found = {uuid: handles.get(uuid) or handles.get(f"GPU-{uuid}") for uuid in own}
+    lacking = [uuid for uuid, address in found.items() if address is None]
+    if lacking or not own:
+        raise Unsupported(
+            f"checkpoint-engine has no socket for {', '.join(lacking) or 'a worker without a GPU'}",
+            field=FIELD,
+            fix="run a rank of the parameter server on each GPU of the fleet",
+        )
+    return list(found), [str(address) for address in found.values()]
+
+
+def _import_zmq() -> Any:
+    try:
+        import zmq
+    except ImportError as error:
+        raise Unsupported("there is no pyzmq beside this worker", field=FIELD, fix="pip install pyzmq") from error
+    return zmq
+
+
+def _read(reader: Any, data: bytes) -> Any:
+    try:
+        return reader(data)
+    except UnreadablePickle as refused:
+        raise _refused(str(refused)) from None
+
+
+def _going_on(message: Any) -> Any:
+    if isinstance(message, Failure):
+        raise Unavailable(f"checkpoint-engine gave up: {message.why}", fix=FIX)
+    return message
+
+
+def _handle(share: BufferHandle) -> Handle:
+    try:
+        return Handle.from_wire(share.wire, share.nbytes, share.start)
+    except ValueError as error:
+        raise _refused(str(error)) from None
+
+
+def _refused(what: str) -> InvalidWeights:
+    return InvalidWeights(f"checkpoint-engine sent {what}. Nothing in it was run", field=FIELD, fix=FIX)
