@@ -15,6 +15,8 @@ from deploy.smoke.checks import SmokeFailed, expect
 CALL_S = 60.0
 """The bound of one HTTP call, and of each read of a stream. An update of the tiny model takes a second."""
 POLL_S = 1.0
+LAST_CALL_S = 5.0
+"""No call of a wait begins later than this before the end, so that the reason is the fleet's and not a time-out."""
 
 Json = dict[str, Any]
 
@@ -86,7 +88,7 @@ class Fleet:
                 seen = reply["error"]["message"]
             except (OSError, http.client.HTTPException) as error:
                 seen = error
-            if time.monotonic() + POLL_S > self._give_up:
+            if time.monotonic() + LAST_CALL_S > self._give_up:
                 raise SmokeFailed(f"the fleet did not come to {self.workers} workers in time: {seen}")
             time.sleep(POLL_S)
 
