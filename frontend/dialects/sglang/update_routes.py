@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from frontend.dialects.common.checkpoint_engine import from_checkpoint_engine
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import begun, joined
+from frontend.dialects.common.parameter_server import from_checkpoint_engine
 from frontend.dialects.sglang.sglang_session import (
     DistributedFields,
     PrepareFields,

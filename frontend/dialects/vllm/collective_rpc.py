@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from frontend.dialects.common.checkpoint_engine import from_checkpoint_engine
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import world_size
+from frontend.dialects.common.parameter_server import from_checkpoint_engine
 from frontend.dialects.common.rpc import RpcFields
 from frontend.dialects.common.transaction import Transactions
 from frontend.server.bodies import MAX_NAMES_BYTES

@@ -68,7 +68,6 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "prompt_text": False,
         "routed_experts": False,
         "continued": 0,
-        "pooling": None,
     }
 
 
