@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
 from rl_plane.transports.ipc.torch_cuda import SHM
 from tests.support.checkpoint_engine_server import CheckpointEngineServer
 from tests.support.dialect_facade import facade, fine, proven, refused, served
@@ -95,7 +92,10 @@ async def test_colocated_trainers_update_a_fleet(plane: Plane, trainers: list[Co
             ({"longer": 1 << 20}, 400, "bytes to the end of its allocation"),
         ):
             chunks = await trainer.do("skyrl", {"directory": str(witnesses.base(2)), "chunks": 2, **how})
-            assert words in refused(await _skyrl(http, chunks), status)["message"], how
+            reply = await _skyrl(http, chunks)
+            # If the other worker's staging was undone first, the answer is the end of the whole update.
+            assert reply.status_code in (status, 409), reply.text
+            assert words in reply.text, how
             fine(await http.post("/init_weight_transfer_engine", json={"init_info": {}}))
             await proven(http, ids, 1)
         await _dies_in_the_middle(witnesses, ids, trainer, http)
@@ -157,9 +157,6 @@ async def test_checkpoint_engine_updates_a_fleet(plane: Plane, server: Commanded
         assert fine(await http.post("/update_weights_from_ipc", json=asked))["success"] is True
         await proven(http, ids, 3, "step_3")
         assert "received different bytes" in refused(await update(1, damaged=1), 409)["message"]
-        attack = refused(await update(1, first=pickle.dumps(_Attack()).hex()), 400)
-        assert "'builtins' 'eval'" in attack["message"]
-        assert "remote errors" in await server.do("end"), "the server hears of it, and does not wait"
         away = {"zmq_handles": dict.fromkeys(GPUS, "tcp://10.0.0.1:1")}
         assert (
             refused(await http.post("/update_weights_from_ipc", json=away), 400)["field"]
@@ -168,14 +165,20 @@ async def test_checkpoint_engine_updates_a_fleet(plane: Plane, server: Commanded
         await proven(http, ids, 3, "step_3")
 
 
-async def test_a_parameter_server_that_dies_changes_nothing(plane: Plane, server: CommandedProcess) -> None:
+async def test_a_parameter_server_that_lies_or_dies_changes_nothing(
+    plane: Plane, server: CommandedProcess
+) -> None:
     witnesses = Witnesses(plane)
     patch = WORKER_PATCH.format(gpu=GPUS[0])
     one = plane.spawn(ready=False, engine="hf", model=witnesses.first, patch=patch)
     ids = [(await asyncio.to_thread(one.wait_ready, 120.0)).instance_id]
     async with facade(plane) as http:
-        told = {"directory": str(witnesses.base(2)), "buckets": 3, "waits": True, "gpus": GPUS[:1]}
-        handles = await server.do("begin", told)
+        told = {"directory": str(witnesses.base(2)), "buckets": 3, "gpus": GPUS[:1]}
+        handles = await server.do("begin", {**told, "first": pickle.dumps(_Attack()).hex()})
+        asked = {"method": "update_weights_from_ipc", "args": [handles]}
+        assert "'builtins' 'eval'" in refused(await http.post("/collective_rpc", json=asked), 400)["message"]
+        assert "remote errors" in await server.do("end"), "the server hears of it, and does not wait"
+        handles = await server.do("begin", {**told, "waits": True})
         asked = {"method": "update_weights_from_ipc", "args": [handles]}
         updating = asyncio.create_task(http.post("/collective_rpc", json=asked))
         await plane.until(lambda: _has_come(http))

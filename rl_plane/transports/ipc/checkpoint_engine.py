@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_plane._util.tasks import Cancelled, never
@@ -43,7 +43,7 @@ MESSAGE_S = 300.0
 LOOK_MS = 100
 """Milliseconds between two looks at `cancelled`."""
 TELL_S = 10.0
-"""The time in seconds to tell the server of an error. It listens once it has sent its next message."""
+"""The time in seconds to tell the server of an error, and to hear what it sends then."""
 FIELD = "transport.zmq_handles"
 FIX = "update with checkpoint-engine's parameter server, which makes the sockets"
 
@@ -201,15 +201,23 @@ class CheckpointEngineDelivery(PartwiseDelivery):
         self._owed.clear()
 
     def _tell(self, why: str) -> None:
-        """Answers each server's present or next message with an error, so that it ends its update."""
+        """Answers each server's present or next message with an error, so that it ends its update. A server then sends
+        its own error to every rank, and would wait for ever if this one had left."""
         until = time.monotonic() + TELL_S
         with contextlib.suppress(self._zmq.ZMQError):
-            for number, socket in enumerate(self._sockets):
-                left_ms = int(max(0.0, until - time.monotonic()) * 1000)
-                if number not in self._owed and socket.poll(left_ms):
-                    socket.recv()
-                    self._owed.add(number)
+            self._take_next(until, [number for number in range(len(self._sockets)) if number not in self._owed])
+            told = sorted(self._owed)
             self._answer(why or "the update has failed")
+            self._take_next(until, told)
+
+    def _take_next(self, until: float, numbers: Iterable[int]) -> None:
+        """Takes the next message of these sockets, if it comes in time from a server that lives."""
+        for number in numbers:
+            while not self._sockets[number].poll(LOOK_MS):
+                if time.monotonic() > until or (self._counter and not self._cuda.is_counted(self._counter)):
+                    return
+            self._sockets[number].recv()
+            self._owed.add(number)
 
 
 def _own(handles: Any, cuda: TorchCuda, devices: Sequence[str]) -> tuple[list[str], list[str]]:
