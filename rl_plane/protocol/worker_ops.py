@@ -255,6 +255,8 @@ class DescribeReply(TypedDict):
     """The number of ranks of tensor parallelism."""
     pp_size: int
     """The number of stages of pipeline parallelism."""
+    dp_size: int
+    """The number of replicas of data parallelism inside the engine."""
     vocab_size: int
     max_model_len: int
     transports: list[str]
