@@ -46,7 +46,7 @@ __all__ = ["client", "http"]
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
 REPLICAS = 2
-SIZES: dict[str, dict[str, Any]] = {"vllm": {"data_parallel_size": REPLICAS}}
+SIZES: dict[str, dict[str, Any]] = {"vllm": {"data_parallel_size": REPLICAS}, "sglang": {"dp_size": REPLICAS}}
 PROCESSES = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}
 """The begin of the names of the processes that have the model."""
 
@@ -78,10 +78,10 @@ async def proven_by_all(http: httpx.AsyncClient, mixed: Mixed, *what: Any) -> No
 
 
 async def streams_of(mixed: Mixed, client: RlClient) -> list[Stream]:
-    """Endless requests, at least one on each replica."""
+    """An endless request on each replica."""
     ((engine, instance_id),) = mixed.ids.items()
     asked = {"temperature": 0.0, "ignore_eos": True}
-    found = [Stream(client, instance_id, PROMPT, ENDLESS[engine], **asked) for _ in range(2 * REPLICAS)]
+    found = [Stream(client, instance_id, PROMPT, ENDLESS[engine], **asked) for _ in range(REPLICAS)]
     for one in found:
         await one.until(tokens=2)
     return found
