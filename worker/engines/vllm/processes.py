@@ -149,20 +149,15 @@ class VllmProcess(EngineProcess):
                 "master_port": port,
             }
 
-        class Arguments(AsyncEngineArgs):  # type: ignore[misc,unused-ignore]
-            def create_engine_config(self, *arguments: Any, **more: Any) -> Any:
-                """Looks at the model before any process starts."""
-                config = super().create_engine_config(*arguments, **more)
-                check_lockstep(replicas, bool(config.model_config.is_moe))
-                return config
-
-        given = Arguments(
+        given = AsyncEngineArgs(
             model=str(self.options.model),
             dtype=self.options.dtype or _model_dtype(self.options.model),
             worker_extension_cls="worker.engines.vllm.rank.RankExtension",
             distributed_executor_backend="mp",
             **{"disable_log_stats": True} | arguments,
         )
+        if replicas > 1:
+            _check_model(given, replicas)
         here = Here(str(self.options.model.absolute()), str(directory))
         with environment(directory, binding, self.options.deterministic, eager, here):
             if self._is_head:
@@ -197,6 +192,18 @@ class VllmProcess(EngineProcess):
             from vllm.v1.engine.exceptions import EngineDeadError
 
             self._engine.output_processor.propagate_error(EngineDeadError())
+
+
+def _check_model(given: Any, replicas: int) -> None:
+    """Makes vLLM look at the model before any process starts."""
+    make = given.create_engine_config
+
+    def checked(*arguments: Any, **more: Any) -> Any:
+        config = make(*arguments, **more)
+        check_lockstep(replicas, bool(config.model_config.is_moe))
+        return config
+
+    given.create_engine_config = checked
 
 
 def _check_device(device: str, on_cpu: bool) -> None:
