@@ -256,6 +256,8 @@ class DescribeReply(TypedDict):
     """The number of ranks of tensor parallelism."""
     pp_size: int
     """The number of stages of pipeline parallelism."""
+    dp_size: int
+    """The number of replicas of data parallelism inside the engine."""
     task: Task
     """The task of the model: it makes tokens, scores of labels, or embeddings."""
     dimension: int | None

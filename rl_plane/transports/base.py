@@ -505,6 +505,6 @@ def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def world_size(workers: Sequence[Mapping[str, Any]]) -> int:
     """The size of a group of the trainer's rank 0 and every rank of every engine.
 
-    A worker's own `world_size` counts its TP and PP ranks. Each DP replica is a worker of its own.
+    A worker's own `world_size` counts all its ranks, those of each replica of data parallelism included.
     """
     return 1 + sum(int(worker["world_size"]) for worker in workers)

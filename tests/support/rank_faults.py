@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from rl_plane.errors import EngineFailed
 from tests.support import rank_plugin
 from tests.support.rank_plugin import RankTransport
@@ -70,7 +68,7 @@ class RankFaults:
 
     def add(self, what: Mapping[str, Any]) -> None:
         place = what["place"]
-        if torch.distributed.get_rank() != what["rank"]:
+        if rank_plugin.rank() != what["rank"]:
             return
         module, _, path = place.partition(":")
         kind, _, method = path.partition(".")

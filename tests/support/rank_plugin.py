@@ -29,14 +29,24 @@ def install(site: Path, backend: str, module: str, transport: str) -> None:
     )
 
 
+_number = 0
+
+
+def rank() -> int:
+    """The number of the rank that is in this process, among all ranks of its engine."""
+    return _number
+
+
 def add_methods(methods: Mapping[str, Method]) -> None:
     """Adds methods to the agent of a rank that starts in this process, if it is a process of an engine."""
     if multiprocessing.parent_process() is None:
         return
     really = AgentServer.of_rank.__func__  # type: ignore[attr-defined]
 
-    def of_rank(cls: Any, directory: Path, rank: int, own: Mapping[str, Method]) -> AgentServer:
-        server: AgentServer = really(cls, directory, rank, {**own, **methods})
+    def of_rank(cls: Any, directory: Path, number: int, own: Mapping[str, Method]) -> AgentServer:
+        global _number
+        _number = number
+        server: AgentServer = really(cls, directory, number, {**own, **methods})
         return server
 
     AgentServer.of_rank = classmethod(of_rank)  # type: ignore[assignment, method-assign]

@@ -79,7 +79,7 @@ class RankWeights:
         }
 
     def add(self, what: Mapping[str, Any]) -> None:
-        if _rank() != what["rank"]:
+        if rank_plugin.rank() != what["rank"]:
             return
         place, parameters = SWAPS[what["engine"]]
         module, _, path = place.partition(":")
@@ -128,10 +128,6 @@ class WeightFaults(RankTransport):
             left += sum(self.ranks.ask("weight_faults_left"))
         if left:
             raise EngineFailed(f"{left} more swaps should have been made wrong")
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def _multiply(parameters: Iterable[tuple[str, torch.Tensor]], part: str, factor: float) -> None:

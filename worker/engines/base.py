@@ -138,7 +138,8 @@ class EngineInfo:
     dtype: str
     device: str
     world_size: int
-    """The number of ranks: `tp_size` × `pp_size`."""
+    """The number of ranks: `tp_size` × `pp_size` × `dp_size`. SGLang's attention data parallelism shares the ranks of
+    tensor parallelism: there it is `tp_size` × `pp_size`."""
     vocab_size: int
     """Token ids are below this number."""
     max_model_len: int
@@ -167,6 +168,8 @@ class EngineInfo:
     """Ranks of tensor parallelism."""
     pp_size: int = 1
     """Stages of pipeline parallelism."""
+    dp_size: int = 1
+    """Replicas of data parallelism inside the engine."""
     pipeline_stage: str | None = None
     """None for an engine. For a stage before or after the model, the reason that callers read: it has no weights and
     generates nothing. The worker calls only `start`, `liveness` and `close` of it, and skips every op with this reason.

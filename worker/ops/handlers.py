@@ -185,6 +185,7 @@ class OpHandlers:
             world_size=self._info.world_size,
             tp_size=self._info.tp_size,
             pp_size=self._info.pp_size,
+            dp_size=self._info.dp_size,
             vocab_size=self._info.vocab_size,
             max_model_len=self._info.max_model_len,
             transports=self._member_info["transports"],

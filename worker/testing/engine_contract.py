@@ -226,7 +226,8 @@ async def describes_itself(at: EngineUnderTest) -> None:
     info = at.info
     assert all((info.engine, info.engine_version, info.dtype, info.device))
     assert info.pipeline_stage is None, "a stage is no engine"
-    assert info.world_size == info.tp_size * info.pp_size >= 1
+    assert info.world_size in (ranks := info.tp_size * info.pp_size, ranks * info.dp_size)
+    assert info.world_size >= 1
     assert info.vocab_size > max(at.prompt)
     assert info.max_model_len > len(at.prompt) + NEW_TOKENS
     assert "filesystem" in info.transports, "the checks bring weights through files"

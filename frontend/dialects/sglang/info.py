@@ -115,7 +115,7 @@ async def _server_info(context: DialectContext) -> dict[str, Any]:
         "num_gpus": sum(int(row["world_size"]) for row in rows),
         "tp_size": same_of_all(rows, "tp_size"),
         "pp_size": same_of_all(rows, "pp_size"),
-        "dp_size": len(rows),
+        "dp_size": sum(int(row["dp_size"]) for row in rows),
         "ep_size": 1,
         "nnodes": 1,
         "disaggregation_mode": "null",

@@ -60,20 +60,21 @@ async def _checksum(context: DialectContext, skip: list[str]) -> Any:
 def ranks_of_one_engine(
     rows: list[dict[str, Any]], described: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """SGLang's `ChecksumInfo` of each rank. The fleet is one engine: each worker is a data parallel rank, and `rank`
-    counts all ranks. `described`: instance id → the worker's row of `describe`."""
+    """SGLang's `ChecksumInfo` of each rank. The fleet is one engine: each replica of each worker is a data parallel
+    rank, and `rank` counts all ranks. `described`: instance id → the worker's row of `describe`."""
     found: list[dict[str, Any]] = []
     size = sum(len(row["ranks"]) for row in rows)
-    for number, row in enumerate(rows):
-        tp, pp = (int(described[row["instance_id"]][name]) for name in ("tp_size", "pp_size"))
+    parts = [tuple(int(described[row["instance_id"]][name]) for name in ("tp_size", "pp_size")) for row in rows]
+    replicas = [len(row["ranks"]) // (tp * pp) for row, (tp, pp) in zip(rows, parts, strict=True)]
+    for number, (row, (tp, pp)) in enumerate(zip(rows, parts, strict=True)):
         for each in row["ranks"]:
             place = {
                 "role": "target",
                 "tp_rank": each["rank"] % tp,
                 "tp_size": tp,
-                "dp_rank": number,
-                "dp_size": len(rows),
-                "pp_rank": each["rank"] // tp,
+                "dp_rank": sum(replicas[:number]) + each["rank"] // (tp * pp),
+                "dp_size": sum(replicas),
+                "pp_rank": each["rank"] // tp % pp,
                 "pp_size": pp,
                 "rank": len(found),
                 "size": size,

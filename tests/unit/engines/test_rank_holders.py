@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -132,6 +133,7 @@ def test_a_rank_that_refuses_updates_takes_nothing() -> None:
     rank: Any = Rank.__new__(Rank)
     rank._holder = SimpleNamespace(check_updates=partial(refuse, None))
     rank._forget_cache = lambda: pytest.fail("it continues")
+    rank._ended = threading.Condition()
     for op in ("updatable", "ready"):
         with pytest.raises(Unsupported):
             rank.call(op)

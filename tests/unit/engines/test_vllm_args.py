@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rl_plane.errors import InvalidRequest
-from worker.engines.vllm.args import CPU_KV_CACHE_BYTES, LORA_SLOTS, check_cpu, completed, thread_binding
+from worker.engines.vllm.args import (
+    CPU_KV_CACHE_BYTES,
+    LORA_SLOTS,
+    check_cpu,
+    check_lockstep,
+    completed,
+    thread_binding,
+)
 from worker.engines.vllm.processes import _check_device
 
 SEEDED = {"seed": 7}
@@ -78,3 +85,11 @@ def test_a_device_that_it_would_not_take_is_refused(device: str, on_cpu: bool, k
         _check_device(device, on_cpu)
     assert caught.value.facts["field"] == "device"
     assert caught.value.facts["fix"] == f"use {known}; CUDA_VISIBLE_DEVICES says which"
+
+
+def test_replicas_that_step_together_are_refused() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_lockstep(2, has_experts=True)
+    assert caught.value.facts["field"] == "engine_arg.data_parallel_size"
+    check_lockstep(1, has_experts=True)
+    check_lockstep(2, has_experts=False)

@@ -12,7 +12,15 @@ from typing import Any, ClassVar, NoReturn
 
 from rl_plane.errors import EngineDied, EngineFailed
 from worker.engines.base import EngineHung, EngineOptions
-from worker.engines.common.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
+from worker.engines.common.process_watch import (
+    ProcessWatch,
+    StartWatch,
+    descendants,
+    engine_processes,
+    or_death,
+    parents_of,
+)
+from worker.engines.common.replicas import replica_of
 from worker.nodes.head_link import HeadLink
 from worker.nodes.node_link import NodeLink
 from worker.nodes.node_part import NodePart
@@ -51,6 +59,9 @@ class EngineProcess(ABC):
         self._model: ModelDescription | None = None
         self._agent: HostAgentProcess | None = None
         self._watch: ProcessWatch | None = None
+        self._processes: dict[int, str] = {}
+        self._parents: dict[int, int] = {}
+        """The names and the parents of the processes, which a dead one does not tell any more."""
         self._blaming: asyncio.Future[None] | None = None
         self._dead: asyncio.Future[NoReturn] | None = None
 
@@ -78,6 +89,7 @@ class EngineProcess(ABC):
                 self._build(self.directory)
             finally:
                 processes = engine_processes(before) | {self._agent.pid: HOST_AGENT}
+                self._processes, self._parents = processes, parents_of(processes)
                 self._watch = ProcessWatch(processes, (self.vital, HOST_AGENT), self._process_ended)
         if nodes is not None:
 
@@ -166,12 +178,17 @@ class EngineProcess(ABC):
             raise EngineHung(why)
 
     def _process_ended(self, pid: int) -> None:
-        agent = self._agent is not None and pid == self._agent.pid
-        why = f"the host agent (pid {pid}) has ended" if agent else f"{self.name}'s process {pid} has ended"
+        why = f"{self._name_of(pid)} has ended"
         if self.options.nodes is None:
             self._fail(why)
         else:
             self._blaming = asyncio.ensure_future(self._blame(why, self.options.nodes))
+
+    def _name_of(self, pid: int) -> str:
+        if self._agent is not None and pid == self._agent.pid:
+            return f"the host agent (pid {pid})"
+        replica = replica_of(pid, self._processes, self._parents)
+        return f"{self.name}'s process {pid}" + ("" if replica is None else f" of replica {replica}")
 
     async def _blame(self, why: str, nodes: NodeLink) -> None:
         """Fails with the reason that counts: a rank ends when the ranks of another host have."""

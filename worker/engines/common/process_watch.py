@@ -45,6 +45,15 @@ def engine_processes(before: Iterable[int]) -> dict[int, str]:
     return found
 
 
+def parents_of(processes: Iterable[int]) -> dict[int, int]:
+    """Returns the parent of each process, as far as it runs."""
+    found = {}
+    for pid in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[pid] = psutil.Process(pid).ppid()
+    return found
+
+
 def killed(processes: Iterable[BaseProcess], within_s: float = 0.0) -> BaseProcess | None:
     """Returns a process that SIGKILL ended, as the kernel and operators use it. It looks at the processes that have
     ended when the first one has. Any other signal is the process's own fault, or was asked for, and the process would

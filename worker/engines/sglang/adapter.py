@@ -25,6 +25,7 @@ from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.pooled_requests import NO_LOGPROBS, NO_POOLING_LORA, PooledRequests
 from worker.engines.common.rank_engine import RankEngine
+from worker.engines.common.replicas import scores_of_replicas
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.sglang.args import parse_arguments
@@ -170,9 +171,10 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests):
             model=self._options.model.absolute().name,
             dtype=str(config.dtype).removeprefix("torch."),
             device=str(arguments.device),
-            world_size=arguments.tp_size * arguments.pp_size,
+            world_size=arguments.tp_size * arguments.pp_size * self.process.replicas,
             tp_size=arguments.tp_size,
             pp_size=arguments.pp_size,
+            dp_size=self.process.replicas,
             vocab_size=config.vocab_size,
             max_model_len=int(engine._scheduler_init_result.scheduler_infos[0]["max_req_input_len"]),
             capabilities=lacking,
@@ -182,21 +184,24 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests):
             memory_saver=arguments.enable_memory_saver,
             max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,
             max_prompt_top_logprobs=most_tops(config.vocab_size),
-            kv_tokens=engine._scheduler_init_result.scheduler_infos[0].get("max_total_num_tokens"),
+            kv_tokens=self._kv_tokens(),
             dimension=self._head.dimension if self._head is not None else None,
             labels=self._head.labels if self._head is not None else (),
         )
+
+    def _kv_tokens(self) -> int | None:
+        of_one = self.process.engine._scheduler_init_result.scheduler_infos[0].get("max_total_num_tokens")
+        return None if of_one is None else int(of_one) * self.process.replicas
 
     async def engine_load(self) -> EngineLoad | None:
         found = await self.process.ask(self.process.manager.get_loads())
         if not found:
             return None  # the scheduler has written nothing yet
-        load = found[0]
         return EngineLoad(
-            running=load.num_running_reqs,
-            waiting=load.num_waiting_reqs,
-            kv_usage=load.token_usage,
-            tokens_per_s=load.gen_throughput,
+            running=sum(load.num_running_reqs for load in found),
+            waiting=sum(load.num_waiting_reqs for load in found),
+            kv_usage=sum(load.token_usage for load in found) / len(found),
+            tokens_per_s=sum(load.gen_throughput for load in found),
         )
 
     async def _ranks_answer(self) -> None:
@@ -288,8 +293,18 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests):
         elif self._requests_in_sglang().submitted():
             return False
         wait_s = None if self._paused else FLUSH_WAIT_S
-        reply = await self.process.ask(self.process.manager.flush_cache(timeout_s=wait_s))
-        return bool(reply.success)
+        return await self.process.ask(self._flush(wait_s))
+
+    async def _flush(self, wait_s: float | None) -> bool:
+        """SGLang's own call returns the first replica's answer only."""
+        from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+        manager = self.process.manager
+        replies = await manager.flush_cache_communicator(FlushCacheReqInput(timeout_s=wait_s))
+        flushed = all(reply.success for reply in replies)
+        if flushed and manager.mm_processor is not None:
+            manager.mm_processor.clear_preprocess_cache()
+        return flushed
 
     # weights
 
@@ -336,9 +351,11 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests):
     async def _keep_kv(self, version: WeightVersion) -> list[str] | None:
         """Returns SGLang's ids of the requests that keep the KV of these weights. None: they can't keep it."""
         rows = await self.process.call("keep", salt=self._next_key())
-        kept: list[str] | None = rows[0]["kept"]
-        if any(row["kept"] != kept for row in rows):
+        replicas = self._by_replica(rows)
+        if any(row["kept"] != ranks[0]["kept"] for ranks in replicas for row in ranks):
             raise EngineFailed("SGLang's ranks hold KV of different requests")
+        of_each: list[list[str] | None] = [ranks[0]["kept"] for ranks in replicas]
+        kept = None if None in of_each else [rid for rids in of_each for rid in rids or ()]
         for stream in self._requests_in_sglang().streams.values():
             stream.kv = (stream.kv or version) if stream.rid in (kept or ()) else None
         return kept
@@ -347,9 +364,17 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests):
         lora_id = "" if adapter is None else self._adapters[adapter].lora_id
         await self._freeze()
         rows = await self.process.call("score", sequences=json.dumps(sequences), lora_id=lora_id)
-        if rows[0]["forgot"]:
+        if any(row["forgot"] for row in rows):
+            if not all(row["forgot"] for row in rows):
+                await self.process.call(
+                    "ready"
+                )  # in one replica all requests have lost their KV: so they do in each
             self._requests_in_sglang().forget_kv()
-        return rows[0]["scores"]
+        return scores_of_replicas([ranks[0]["scores"] for ranks in self._by_replica(rows)])
+
+    def _by_replica(self, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        size = len(rows) // self.process.replicas
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def _adapter_names(self) -> Collection[str]:
         return self._adapters

@@ -16,15 +16,18 @@ PLACED_ANEW = "leave it out: the canary of an update does not see experts that m
 OTHER_COPIES = "leave it out: the engine would compute with copies of weights that an update does not reach"
 QUANTIZED = "weight updates bring the weights as they are trained"
 
+SHARED_RANKS = "give dp_size: this project has not brought replicas that share their ranks to run"
+
 OURS = {
+    "attn_dp_size": SHARED_RANKS,
     "base_gpu_id": "use --device cuda:1",
     "custom_sigquit_handler": "the worker has its own",
     "custom_weight_loader": "weights come by update_weights",
     "device": "use --device",
     "dist_init_addr": "use --dist-init-addr",
-    "dp_size": "run one worker for each replica",
     "dtype": "use --dtype",
     "elastic_ep_backend": PLACED_ANEW,
+    "enable_dp_attention": SHARED_RANKS,
     "enable_elastic_expert_backup": PLACED_ANEW,
     "enable_eplb": PLACED_ANEW,
     "enable_flexkv": IN_HOST_MEMORY,

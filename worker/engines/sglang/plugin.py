@@ -29,10 +29,16 @@ def register() -> None:
         belong_to_worker()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from worker.engines.sglang.controller import answer_by_agent, end_with_replica
     from worker.engines.sglang.logits import sample_with_raw_logprobs, tell, telling
     from worker.engines.sglang.text_form import accept_in_time, continue_grammar, with_grammars
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _serve_rank, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request", answer_by_agent, HookType.AROUND
+    )
+    controller = "sglang.srt.managers.data_parallel_controller.DataParallelController"
+    HookRegistry.register(f"{controller}.launch_tensor_parallel_group", end_with_replica, HookType.AROUND)
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _listen_there, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", sample_with_raw_logprobs, HookType.AROUND)
     grammars = "sglang.srt.constrained.grammar_manager.GrammarManager"
@@ -41,6 +47,9 @@ def register() -> None:
     HookRegistry.register(accept, accept_in_time, HookType.AROUND)
     HookRegistry.register(f"{grammars}._apply_request_reasoning_config", continue_grammar, HookType.AFTER)
     if json.loads(told)["device"] == "cpu":
+        from worker.engines.sglang.patches.idle_controller import dispatch_politely
+
+        HookRegistry.register(f"{controller}.event_loop", dispatch_politely, HookType.AROUND)
         from worker.engines.sglang.patches.seeds import hand_over_seeds, sample_by_seed
 
         batch = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"

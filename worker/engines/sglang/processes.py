@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import multiprocessing
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 from rl_plane.errors import EngineDied, EngineFailed
 from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
+from worker.engines.common.replicas import check_replicas
 from worker.engines.sglang.args import ON_CPU
 from worker.engines.sglang.plugin import MARK, METHOD, child_failed
 from worker.engines.sglang.streams import FIRST_KEY
@@ -30,6 +32,10 @@ T = TypeVar("T")
 
 POLL_MS = 100
 """Milliseconds after which a thread that waits for SGLang looks whether SGLang is dead."""
+
+
+CALL_S = 1800.0
+"""Bounds a call of all replicas: the longest swap that the hang timer allows. A death ends it at once."""
 
 
 class SglangProcess(EngineProcess):
@@ -44,6 +50,7 @@ class SglangProcess(EngineProcess):
         self._gpu = gpu
         self._manager: Any = None
         self._reading: asyncio.Task[None] | None = None
+        self._numbers = itertools.count(1)
         self._calling = asyncio.Lock()
         self._rpc = threading.Lock()
         """Held by the thread that uses the socket of remote calls."""
@@ -52,6 +59,11 @@ class SglangProcess(EngineProcess):
 
     def on_death(self, tell: Callable[[EngineDied], None]) -> None:
         self._on_death = tell
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas of data parallelism."""
+        return int(self.arguments.get("dp_size", 1))
 
     @property
     def manager(self) -> Any:
@@ -87,12 +99,26 @@ class SglangProcess(EngineProcess):
 
     async def _call(self, op: str, arguments: dict[str, str]) -> list[dict[str, Any]]:
         async with self._calling:
+            if self.replicas > 1:
+                return await self._call_replicas(op, arguments)
             failure = await asyncio.to_thread(self._remote_call, op, arguments)
             rows = await asyncio.to_thread(self.ranks.rows, "outcome")
             check_rows(rows)  # with their types
             if failure is not None:
                 raise EngineFailed(f"{op}: {failure}")
             return rows
+
+    async def _call_replicas(self, op: str, arguments: dict[str, str]) -> list[dict[str, Any]]:
+        """SGLang's own remote calls reach no replica. The call goes by its controller instead, in line with the pauses
+        and requests, and each rank answers by its agent."""
+        from sglang.srt.managers.io_struct import RpcReqInput
+
+        number = next(self._numbers)
+        asked = RpcReqInput(method=METHOD, parameters={"op": op, "call": str(number), **arguments})
+        await self.manager._async_dispatch_to_scheduler(asked)
+        rows = await asyncio.to_thread(self.ranks.rows, "outcome", {"call": number}, timeout_s=CALL_S)
+        check_rows(rows)
+        return rows
 
     def _remote_call(self, op: str, arguments: dict[str, str]) -> str | None:
         from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
@@ -174,6 +200,9 @@ class SglangProcess(EngineProcess):
 
         arguments: dict[str, Any] = dict(ON_CPU) if self.device == "cpu" else {}
         arguments |= self.arguments
+        check_replicas(
+            self.replicas, 1 if self.options.nodes is None else self.options.nodes.settings.count, "dp_size"
+        )
         if (nodes := self.options.nodes) is not None:
             arguments["nnodes"], arguments["node_rank"] = nodes.settings.count, nodes.settings.rank
             arguments["dist_init_addr"] = nodes.settings.address
@@ -198,6 +227,8 @@ class SglangProcess(EngineProcess):
         from sglang.srt.entrypoints.engine import _calculate_rank_ranges
 
         parameters = self._engine.server_args
+        if self.replicas > 1:
+            return range(parameters.tp_size * parameters.pp_size * self.replicas)
         stages, parts, _, _ = _calculate_rank_ranges(parameters.node_rank)
         first = stages.start * parameters.tp_size + parts.start
         return range(first, first + len(stages) * len(parts))

@@ -7,6 +7,7 @@ the ranks of one model stay in step.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from worker.engines.sglang.holder import SglangHolder, SglangStagedAdapter
 from worker.engines.sglang.kept_kv import KeptKv
 from worker.engines.sglang.scorer import score_between_steps
 from worker.receive.rank_agents.agent_server import AgentServer
+
+LOOK_S = 0.5
+"""Seconds between two looks at whether the adapter still waits for an outcome."""
 
 
 class Rank:
@@ -31,6 +35,9 @@ class Rank:
         self._outcome: dict[str, Any] = {}
         """The result of the last call, or its `error`: SGLang passes on the first rank's error alone, and only as
         text."""
+        self._called = 0
+        """The number of the last call that has ended, where calls are numbered."""
+        self._ended = threading.Condition()
         rank, directory = _number(), Path(told["directory"])
         methods = self._holder.agent_methods(directory, rank)
         methods |= {"check": self._check, "outcome": self._tell_outcome}
@@ -39,8 +46,17 @@ class Rank:
     def serve(self) -> None:
         self._agent.start()
 
-    def call(self, op: str, **arguments: Any) -> None:
-        """Runs on the scheduler's thread. Raises the error that it also stores as the outcome."""
+    def call(self, op: str, call: str = "0", **arguments: Any) -> None:
+        """Runs on the scheduler's thread. Raises the error that it also stores as the outcome. `call`: its number, if
+        the adapter waits for the outcome."""
+        try:
+            self._run(op, arguments)
+        finally:
+            with self._ended:
+                self._called = int(call)
+                self._ended.notify_all()
+
+    def _run(self, op: str, arguments: dict[str, Any]) -> None:
         try:
             self._outcome = getattr(self, f"_{op}")(**arguments) or {}
         except PlaneError as error:
@@ -52,6 +68,10 @@ class Rank:
             raise failure from error
 
     def _tell_outcome(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
+        number = body.get("call", 0)
+        with self._ended:
+            while number > self._called and not cancelled():
+                self._ended.wait(LOOK_S)
         return self._outcome
 
     def _check(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
@@ -122,8 +142,9 @@ class Rank:
 
 
 def _number() -> int:
-    """The number of this rank among all ranks of the model."""
+    """The number of this rank among all ranks of the engine."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    return int(parallel.pp_rank * parallel.tp_size + parallel.tp_rank)
+    before = int(parallel.dp_rank or 0) * parallel.pp_size * parallel.tp_size
+    return int(before + parallel.pp_rank * parallel.tp_size + parallel.tp_rank)

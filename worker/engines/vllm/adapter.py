@@ -25,10 +25,12 @@ from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.pooled_requests import NO_LOGPROBS, NO_POOLING_LORA, PooledRequests
 from worker.engines.common.rank_engine import RankEngine
+from worker.engines.common.replicas import scores_of_replicas
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.vllm.args import parse_arguments, pooling_arguments
 from worker.engines.vllm.core_load import METHOD as LOAD
+from worker.engines.vllm.core_load import total_load
 from worker.engines.vllm.kept_kv import METHOD as KEEP_KV
 from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
@@ -117,9 +119,10 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests):
             model=self._options.model.absolute().name,
             dtype=str(model.dtype).removeprefix("torch."),
             device=current_platform.device_type,
-            world_size=parallel.world_size,
+            world_size=parallel.world_size * self.process.replicas,
             tp_size=parallel.tensor_parallel_size,
             pp_size=parallel.pipeline_parallel_size,
+            dp_size=self.process.replicas,
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
             capabilities=self._lacking(),
@@ -130,14 +133,13 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests):
             max_adapters=self._lora_places(),
             max_lora_rank=None if lora is None else int(lora.max_lora_rank),
             max_prompt_top_logprobs=most_tops(model.get_vocab_size(), model.max_logprobs),
-            kv_tokens=self.process.config.cache_config.kv_cache_size_tokens,
+            kv_tokens=self._kv_tokens(),
             dimension=self._head.dimension if self._head is not None else None,
             labels=self._head.labels if self._head is not None else (),
         )
 
     async def engine_load(self) -> EngineLoad:
-        counts = await self.process.ask(self.process.llm.engine_core.call_utility_async(LOAD))
-        return EngineLoad(**counts)
+        return total_load(await self.process.on_cores(LOAD))
 
     def _lacking(self) -> dict[str, str]:
         lacking = self._lacking_over_hosts() | lacking_tasks(self._options.task)
@@ -163,6 +165,10 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests):
             lacking |= no_cut_rows("stop")
         return lacking
 
+    def _kv_tokens(self) -> int | None:
+        of_one: int | None = self.process.config.cache_config.kv_cache_size_tokens
+        return None if of_one is None else of_one * self.process.replicas
+
     def _no_routed_experts(self) -> str:
         from vllm.triton_utils import HAS_TRITON
 
@@ -178,7 +184,7 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests):
         return None if self.process.config.model_config.enable_sleep_mode else _NO_SLEEP
 
     async def _ranks_answer(self) -> None:
-        await self.process.ask(self.process.llm.collective_rpc("rl_plane_ping"))
+        await self.process.on_cores("collective_rpc", "rl_plane_ping", None, (), None)
 
     # generation
 
@@ -261,26 +267,23 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests):
 
     async def _keep_kv(self) -> list[str] | None:
         """Returns vLLM's ids of the requests that keep their KV. None: the cache must be flushed instead."""
-        salt = f"rl-plane-{next(self._numbers)}"
-        kept: list[str] | None = await self.process.ask(
-            self.process.llm.engine_core.call_utility_async(KEEP_KV, salt)
-        )
-        return kept
+        kept: list[list[str] | None] = await self.process.on_cores(KEEP_KV, f"rl-plane-{next(self._numbers)}")
+        return None if None in kept else [key for keys in kept for key in keys or ()]
 
     async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
         lora = None if adapter is None else (self._loras[adapter].number, self._loras[adapter].path)
         llm = self.process.llm
         await self._freeze()
-        scores = await self.process.ask(llm.engine_core.call_utility_async(METHOD, sequences, lora))
-        if scores is not None:
-            return scores
+        scores = await self.process.on_cores(METHOD, sequences, lora)
+        if None not in scores:
+            return scores_of_replicas(scores)
         # Running requests leave no room.
         if not await self.process.ask(llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)):
             raise EngineFailed("vLLM did not flush its prefix cache: a request holds KV")
-        scores = await self.process.ask(llm.engine_core.call_utility_async(METHOD, sequences, lora))
-        if scores is None:
+        scores = await self.process.on_cores(METHOD, sequences, lora)
+        if None in scores:
             raise EngineFailed("vLLM's KV cache has no room for the sequences")
-        return scores
+        return scores_of_replicas(scores)
 
     def _adapter_names(self) -> Collection[str]:
         return self._loras

@@ -12,11 +12,23 @@ from typing import Any, NoReturn
 from rl_plane.errors import InvalidRequest
 from worker.engines.common.pooling_head import PoolingHead
 
+ONE_HOST = "data_parallel_size says how many replicas there are: all of them are processes of this machine"
+OWN_BALANCER = "give data_parallel_size: vLLM spreads the requests over the replicas itself"
+
 OURS = {
-    "data_parallel_size": "run one worker for each replica",
+    "data_parallel_address": ONE_HOST,
+    "data_parallel_backend": ONE_HOST,
+    "data_parallel_external_lb": OWN_BALANCER,
+    "data_parallel_hybrid_lb": OWN_BALANCER,
+    "data_parallel_multi_port_external_lb": OWN_BALANCER,
+    "data_parallel_rank": OWN_BALANCER,
+    "data_parallel_rpc_port": ONE_HOST,
+    "data_parallel_size_local": ONE_HOST,
+    "data_parallel_start_rank": ONE_HOST,
     "distributed_executor_backend": "a worker's ranks are processes of this machine",
     "convert": "use --task",
     "dtype": "use --dtype",
+    "elastic_ep_max_dp_size": "an update would put experts where they no longer are",
     "enable_elastic_ep": "an update would put experts where they no longer are",
     "enable_eplb": "an update would put experts where they no longer are",
     "kv_offloading_backend": "kv_offloading_size keeps KV in host memory, which an update flushes",
@@ -146,6 +158,16 @@ def check_cpu(arguments: Mapping[str, Any]) -> None:
             raise InvalidRequest(
                 f"{why}: {key} is for GPUs", field=f"engine_arg.{key}", fix="leave it out on a CPU"
             )
+
+
+def check_lockstep(replicas: int, has_experts: bool) -> None:
+    """Raises InvalidRequest for replicas that step together: what one does alone would wait for the others."""
+    if replicas > 1 and has_experts:
+        raise InvalidRequest(
+            "the replicas of a mixture of experts step together, which an update is not made safe for",
+            field="engine_arg.data_parallel_size",
+            fix="run one worker for each replica",
+        )
 
 
 def thread_binding(ranks: int, cores: Collection[int] | None = None) -> str | None:

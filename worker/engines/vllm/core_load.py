@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from worker.engines.capabilities import EngineLoad
 
 METHOD = "rl_plane_load"
 """The engine core's method that the adapter calls."""
@@ -20,6 +23,16 @@ def load_of_core(core: Any) -> dict[str, Any]:
         "kv_usage": core.scheduler.get_kv_cache_usage(),
         "preemptions": getattr(core.scheduler, COUNT, 0),
     }
+
+
+def total_load(cores: Sequence[Mapping[str, Any]]) -> EngineLoad:
+    """The load of an engine, from the loads of its replicas."""
+    return EngineLoad(
+        running=sum(core["running"] for core in cores),
+        waiting=sum(core["waiting"] for core in cores),
+        kv_usage=sum(core["kv_usage"] for core in cores) / len(cores),
+        preemptions=sum(core["preemptions"] for core in cores),
+    )
 
 
 def counting(preempt: Any) -> Any:

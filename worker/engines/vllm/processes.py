@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Coroutine, Iterator
@@ -14,7 +15,8 @@ from typing import Any, TypeVar
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
-from worker.engines.vllm.args import check_cpu, completed, thread_binding
+from worker.engines.common.replicas import check_replicas
+from worker.engines.vllm.args import check_cpu, check_lockstep, completed, thread_binding
 from worker.engines.vllm.here import HERE, Here
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
@@ -50,6 +52,11 @@ class VllmProcess(EngineProcess):
         return self.engine
 
     @property
+    def replicas(self) -> int:
+        """The number of replicas of data parallelism."""
+        return int(self._parallel.data_parallel_size)
+
+    @property
     def config(self) -> Any:
         """vLLM's own config."""
         return self.llm.vllm_config
@@ -81,11 +88,16 @@ class VllmProcess(EngineProcess):
             return self._reason()
         return EngineFailed(f"{type(error).__name__}: {error}")
 
+    async def on_cores(self, method: str, *arguments: Any) -> list[Any]:
+        """Runs a method of vLLM's EngineCore in each replica. Returns one answer per replica, in order: vLLM's own
+        calls return the first replica's answer only."""
+        return await self.ask(self.llm.engine_core.call_utility_all_async(method, *arguments))
+
     async def on_ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         """Runs a method on vLLM's own thread in each rank, to its end in all of them. Returns a row per rank. Raises
         what a rank raised; the error's `rank_results` says which."""
-        outcomes = await self.ask(self.llm.collective_rpc(method, args=arguments))
-        rows = [{"rank": rank, **outcome} for rank, outcome in enumerate(outcomes)]
+        outcomes = await self.on_cores("collective_rpc", method, None, arguments, None)
+        rows = [{"rank": rank, **outcome} for rank, outcome in enumerate(itertools.chain(*outcomes))]
         check_rows(rows)
         return rows
 
@@ -116,6 +128,8 @@ class VllmProcess(EngineProcess):
         # vLLM's own is auto: the first request with a form of the text chooses the library for all later ones.
         arguments.setdefault("structured_outputs_config", StructuredOutputsConfig(backend="xgrammar"))
         nodes = self.options.nodes.settings if self.options.nodes is not None else NodeSettings()
+        replicas = int(arguments.get("data_parallel_size", 1))
+        check_replicas(replicas, nodes.count, "data_parallel_size")
         ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
         if ranks % nodes.count:
             raise InvalidRequest(
@@ -123,7 +137,7 @@ class VllmProcess(EngineProcess):
                 field="nnodes",
                 fix="tensor_parallel_size times pipeline_parallel_size must be a multiple of it",
             )
-        ranks //= nodes.count
+        ranks = ranks * replicas // nodes.count
         binding = thread_binding(ranks) if on_cpu else None
         eager = on_cpu and arguments["enforce_eager"]
         take_temperatures_as_they_are()  # also here, where requests are made
@@ -135,6 +149,7 @@ class VllmProcess(EngineProcess):
                 "master_addr": host,
                 "master_port": port,
             }
+
         given = AsyncEngineArgs(
             model=str(self.options.model),
             dtype=self.options.dtype or _model_dtype(self.options.model),
@@ -142,6 +157,8 @@ class VllmProcess(EngineProcess):
             distributed_executor_backend="mp",
             **{"disable_log_stats": True} | arguments,
         )
+        if replicas > 1:
+            _check_model(given, replicas)
         here = Here(str(self.options.model.absolute()), str(directory))
         with environment(directory, binding, self.options.deterministic, eager, here):
             if self._is_head:
@@ -167,6 +184,8 @@ class VllmProcess(EngineProcess):
         await super()._start_agents(directory)
 
     def _local_ranks(self) -> range:
+        if self.replicas > 1:
+            return range(int(self._parallel.world_size) * self.replicas)
         count = int(self._parallel.local_world_size)
         return range(count * self._parallel.node_rank_within_dp, count * (self._parallel.node_rank_within_dp + 1))
 
@@ -175,6 +194,18 @@ class VllmProcess(EngineProcess):
             from vllm.v1.engine.exceptions import EngineDeadError
 
             self._engine.output_processor.propagate_error(EngineDeadError())
+
+
+def _check_model(given: Any, replicas: int) -> None:
+    """Makes vLLM look at the model before any process starts."""
+    make = given.create_engine_config
+
+    def checked(*arguments: Any, **more: Any) -> Any:
+        config = make(*arguments, **more)
+        check_lockstep(replicas, bool(config.model_config.is_moe))
+        return config
+
+    given.create_engine_config = checked
 
 
 def _check_device(device: str, on_cpu: bool) -> None:

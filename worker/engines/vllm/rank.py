@@ -24,6 +24,7 @@ class RankExtension:
     """Its names begin with `rl_plane_`: vLLM refuses names that its own class has."""
 
     model_runner: Any
+    vllm_config: Any
     rank: int
 
     def rl_plane_start(self) -> dict[str, Any]:
@@ -31,10 +32,10 @@ class RankExtension:
             here = Here.read()
             # At each reload, vLLM warns of tables that are in no checkpoint.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-            directory = Path(here.directory)
-            holder = VllmHolder(Path(here.model), directory, self.model_runner, self.rank, dtypes_of_load())
+            directory, number = Path(here.directory), _number(self)
+            holder = VllmHolder(Path(here.model), directory, self.model_runner, number, dtypes_of_load())
             self.rl_plane_holder = holder
-            methods = holder.agent_methods(directory, self.rank) | _methods(holder)
+            methods = holder.agent_methods(directory, number) | _methods(holder)
             # With the second model runner the adapter refuses such requests.
             if self.model_runner.lora_config and not self.model_runner.vllm_config.use_v2_model_runner:
                 score_prompts_by_token(self.model_runner)
@@ -43,7 +44,7 @@ class RankExtension:
 
                 rewind_by_state(self.model_runner)
             look_before_sampling(self.model_runner)
-            AgentServer.of_rank(directory, self.rank, methods).start()
+            AgentServer.of_rank(directory, number, methods).start()
 
         return _outcome(start)
 
@@ -73,6 +74,12 @@ class RankExtension:
 
     def rl_plane_check(self, action: str, scope: dict[str, Any]) -> dict[str, Any]:
         return _outcome(lambda: _check(self.rl_plane_holder, action, scope))
+
+
+def _number(worker: Any) -> int:
+    """The number of this rank among the ranks of all replicas."""
+    parallel = worker.vllm_config.parallel_config
+    return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
 
 
 def _methods(holder: VllmHolder) -> dict[str, Method]:
