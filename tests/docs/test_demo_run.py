@@ -125,7 +125,7 @@ def test_the_demo_with_another_engine(tmp_path: Path, short_tmp: Path, engine: s
     assert left_behind(tmp_path, short_tmp) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.docs)])
 def test_an_interrupt_clears_everything_away(tmp_path: Path, number: signal.Signals) -> None:
     with demo(tmp_path) as process:
         give_up = time.monotonic() + INTERRUPT_S

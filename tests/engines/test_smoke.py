@@ -24,7 +24,7 @@ from worker.testing.tiny_model import make_tiny_model
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.docs]  # of docs/containers.md: a minute of processor time
 
 SMOKE_S = 150.0
 PROFILES = {"sft-file-2w": False, "lora-file": True, "tito-multiturn": True, "sft-group": True}
