@@ -22,6 +22,7 @@ import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.protocol.worker_ops import Tokenize
 from tests.support.engine_kinds import BATCH_TOKENS, Kind, OffersMemory
@@ -78,6 +79,7 @@ async def test_what_it_says_of_itself(kind: Kind, engine: OffersMemory, info: En
     assert set(info.capabilities) == {
         "release_memory",
         "resume_memory",
+        *lacking_tasks("generate"),
         *(f"generate:{field}" for field in kind.lacks),
     }
     assert engine.weight_spec()["lm_head.weight"] == TensorSpec("BF16", (VOCAB_SIZE, 128))
