@@ -149,7 +149,7 @@ async def test_prime_rls_nccl_broadcast_updates_a_fleet(plane: Plane, processes:
         missing = await trainer.update(4, witnesses.base(3), without="model.norm.weight")
         assert "1 missing ('model.norm.weight')" in refused(missing, 400)["message"]
         await proven(http, ids, 2, "3")
-        # The ranks differ: nobody serves what one of them received.
+        # The ranks differ: no worker serves what one of them received.
         await trainer.form()
         flag.touch()
         differs = refused(await trainer.update(5, witnesses.base(3)), 409)
