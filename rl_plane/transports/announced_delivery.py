@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -14,7 +14,7 @@ from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import Conflict, DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
-from rl_plane.transports.base import CheckSpecs, PartwiseDelivery
+from rl_plane.transports.described_tensors import GrowingDelivery
 
 LOOK_S = 0.05
 """Seconds between two looks at `cancelled`, in a wait for the next part or for its end."""
@@ -37,14 +37,13 @@ class Coming(Generic[S]):
     taken: threading.Event = field(default_factory=threading.Event)
 
 
-class AnnouncedDelivery(PartwiseDelivery, Generic[S]):
+class AnnouncedDelivery(GrowingDelivery, Generic[S]):
     """Hands each announced part from the thread of `receive_part` to that of `tensors`. A transport says where the
     bytes of a part come from, and reads them."""
 
     def __init__(self, again: str) -> None:
         """`again`: what the trainer does after an update that has failed, in words."""
-        self._specs: dict[str, TensorSpec] = {}
-        self.specs: Mapping[str, TensorSpec] = self._specs
+        super().__init__()
         self.cancelled: Cancelled = never
         """The argument of `tensors`."""
         self.ended = False
@@ -54,19 +53,11 @@ class AnnouncedDelivery(PartwiseDelivery, Generic[S]):
         """The trainer has only asked whether its tensors fit. It sends nothing before the answer, so groups are in
         step."""
         self._receiving = False
-        self._wanted: Mapping[str, TensorSpec] = {}
-        self._tied: Mapping[str, str] = {}
-        self._check_specs: CheckSpecs = lambda wanted, offered: None
-        self._came: dict[str, TensorSpec] = {}
         self._asked: dict[str, TensorSpec] = {}
         """The tensors of a question that comes in several parts, of which the last is still to come."""
         self._error: BaseException | None = None
         self._coming: queue.SimpleQueue[Coming[S] | None] = queue.SimpleQueue()
         self._feeding = threading.Lock()
-
-    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], check: CheckSpecs) -> None:
-        self._specs.update(wanted)
-        self._wanted, self._tied, self._check_specs = wanted, tied, check
 
     # ---- what a transport adds ----
 
@@ -165,8 +156,7 @@ class AnnouncedDelivery(PartwiseDelivery, Generic[S]):
         except Exception as error:
             self._error = self._error or error
             raise
-        for name in self._specs.keys() - self._came.keys():
-            del self._specs[name]  # it is tied to another tensor, and was left out
+        self._leave_out_tied()
         self._whole = True
         coming.taken.set()
 

@@ -26,7 +26,9 @@ class CheckpointEngineServer(CommandedProcess):
         super().__init__(plane, "tests.support.checkpoint_engine_server", imports="vllm")
 
 
-class _Server:
+class ParameterServer:
+    """The server itself, whose ranks are threads of this process."""
+
     def __init__(self) -> None:
         self._memory = SharedMemory()
         self._numbers = itertools.count()
@@ -127,7 +129,7 @@ class _Server:
 
 
 def _serve() -> None:
-    server = _Server()
+    server = ParameterServer()
     try:
         serve(lambda what, argument: getattr(server, what)(argument))
     finally:

@@ -38,7 +38,7 @@ def read_number(data: memoryview, most: int, what: str) -> int:
     """Reads an int64 from 1 to `most`. Raises InvalidWeights for any other."""
     number = int.from_bytes(data, "little", signed=True)
     if not 0 < number <= most:
-        raise _refused(f"{number} as {what}, which is not 1 to {most}")
+        raise refused(f"{number} as {what}, which is not 1 to {most}")
     return number
 
 
@@ -46,8 +46,8 @@ def read_description(data: memoryview) -> Described:
     """Reads the description of one state dict. Raises InvalidWeights for anything else, and runs nothing."""
     try:
         return _tensors(read_pickle(data, _NAMES, {}, Budget()))
-    except UnreadablePickle as refused:
-        raise _refused(f"a description with {refused}") from None
+    except UnreadablePickle as error:
+        raise refused(f"a description with {error}") from None
 
 
 def _tensors(value: Any) -> Described:
@@ -79,7 +79,8 @@ def _tensor(value: Any, dtype: Dtype, names: set[str]) -> tuple[str, TensorSpec]
     return name, TensorSpec(dtype.name, size.sides)
 
 
-def _refused(what: str) -> InvalidWeights:
+def refused(what: str) -> InvalidWeights:
+    """The error for what the trainer has broadcast."""
     return InvalidWeights(
         f"the trainer broadcast {what}. Nothing in it was run", field="transport.format", fix=FIX
     )

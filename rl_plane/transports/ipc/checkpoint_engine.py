@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import (
@@ -23,9 +23,8 @@ from rl_plane.errors import (
     Unavailable,
     Unsupported,
 )
-from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
-from rl_plane.transports.base import CheckSpecs, PartwiseDelivery
+from rl_plane.transports.described_tensors import SelfDescribedDelivery
 from rl_plane.transports.ipc.checkpoint_engine_wire import (
     ADDRESS,
     BufferHandle,
@@ -38,6 +37,8 @@ from rl_plane.transports.ipc.torch_cuda import TorchCuda
 from rl_plane.weights.pickle_reader import UnreadablePickle
 from rl_plane.weights.read_ahead import host_memory
 
+T = TypeVar("T")
+
 MESSAGE_S = 300.0
 """The time for one message in seconds: the server gathers a bucket from its own ranks before each."""
 LOOK_MS = 100
@@ -48,12 +49,11 @@ FIELD = "transport.zmq_handles"
 FIX = "update with checkpoint-engine's parameter server, which makes the sockets"
 
 
-class CheckpointEngineDelivery(PartwiseDelivery):
+class CheckpointEngineDelivery(SelfDescribedDelivery):
     """The delivery of one version. `specs` grow as the server describes the tensors."""
 
     def __init__(self, handles: Any, cuda: TorchCuda, devices: Sequence[str]) -> None:
-        self._specs: dict[str, TensorSpec] = {}
-        self.specs: Mapping[str, TensorSpec] = self._specs
+        super().__init__()
         self._cuda = cuda
         self._gpus, self._addresses = _own(handles, cuda, devices)
         self._zmq = _import_zmq()
@@ -63,30 +63,16 @@ class CheckpointEngineDelivery(PartwiseDelivery):
         """The sockets whose server waits for an answer."""
         self._counter = b""
         """The file in which torch counts the buffer's share. It names the server's process."""
-        self._came: dict[str, TensorSpec] = {}
-        self._wanted: Mapping[str, TensorSpec] = {}
-        self._check_specs: CheckSpecs = lambda wanted, offered: None
-
-    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], check: CheckSpecs) -> None:
-        self._specs.update(wanted)
-        self._wanted, self._check_specs = wanted, check
-
-    def receive_part(self, part: ReceivePart, cancelled: Cancelled) -> int:
-        raise InvalidRequest(
-            "this update is described by checkpoint-engine, not part by part", field="update_id", fix="wait for it"
-        )
 
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
         self._began = True
         with self._connected():
             try:
                 yield from self._received(cancelled)
-            except PlaneError as error:
-                self._tell(error.message)
+            except BaseException as error:  # also GeneratorExit: the worker wants no more tensors
+                self._tell(error.message if isinstance(error, PlaneError) else "the worker has stopped receiving")
                 raise
-        self._check_specs(self._wanted, self._came)
-        for name in self._specs.keys() - self._came.keys():
-            del self._specs[name]  # it is tied to another tensor, and was left out
+        self._check_whole()
 
     def close(self) -> None:
         """Ends the delivery. The servers of one that never began hear of it, on a thread because they may be slow."""
@@ -114,11 +100,8 @@ class CheckpointEngineDelivery(PartwiseDelivery):
             context.term()
 
     def _received(self, cancelled: Cancelled) -> Iterator[tuple[str, HostTensor]]:
-        shares = [_read(read_handle, data) for data in self._messages(cancelled)]
-        first = _going_on(shares[0])
-        for one in shares:
-            _going_on(one)
-        release(self._cuda, [_handle(one) for one in shares[1:] if isinstance(one, BufferHandle)])
+        first, *others = [_read(read_handle, data) for data in self._messages(cancelled)]
+        release(self._cuda, [_handle(one) for one in others])
         buffers = self._opened(first)
         try:
             self._answer()
@@ -132,7 +115,7 @@ class CheckpointEngineDelivery(PartwiseDelivery):
             self._cuda.collect()
         self._answer()
         for data in self._messages(cancelled):
-            if _going_on(_read(lambda one: read_tensors(one, 0), data)) is not None:
+            if _read(lambda one: read_tensors(one, 0), data) is not None:
                 raise _refused("tensors after their end")
         self._answer()
 
@@ -147,24 +130,20 @@ class CheckpointEngineDelivery(PartwiseDelivery):
             raise Unavailable(f"the server's buffer can't be opened: {str(error)[:300]}", fix=FIX) from error
 
     def _described(self, buffer: BufferHandle, cancelled: Cancelled) -> dict[str, tuple[TensorSpec, int]] | None:
-        """The next tensors of each rank, which must be the same. None: there are no more."""
+        """Returns the next tensors, which must be the same for each rank. It returns None after the last ones."""
         messages = [
-            _going_on(_read(lambda one: read_tensors(one, buffer.nbytes), data))
-            for data in self._messages(cancelled)
+            _read(lambda one: read_tensors(one, buffer.nbytes), data) for data in self._messages(cancelled)
         ]
         found: dict[str, tuple[TensorSpec, int]] | None = messages[0]
         if any(one != found for one in messages):
             raise _refused("other tensors to one rank than to another")
         if found is None:
             return None
-        offered = {name: spec for name, (spec, _) in found.items()}
-        twice = sorted(offered.keys() & self._came.keys())
-        if twice:
-            raise _refused(f"{twice[0]} twice")
-        self._check_specs({name: one for name, one in self._wanted.items() if name in offered}, offered)
-        self._came.update(offered)
-        self._specs.update(offered)
+        self._announce({name: spec for name, (spec, _) in found.items()})
         return found
+
+    def _refused(self, what: str) -> InvalidWeights:
+        return _refused(what)
 
     def _copied(self, buffers: list[Any], name: str, spec: TensorSpec, offset: int, start: int) -> HostTensor:
         import torch
@@ -249,14 +228,12 @@ def _import_zmq() -> Any:
     return zmq
 
 
-def _read(reader: Any, data: bytes) -> Any:
+def _read(reader: Callable[[bytes], T | Failure], data: bytes) -> T:
+    """Reads one message. Raises Unavailable if it says that the update has failed elsewhere."""
     try:
-        return reader(data)
+        message = reader(data)
     except UnreadablePickle as refused:
         raise _refused(str(refused)) from None
-
-
-def _going_on(message: Any) -> Any:
     if isinstance(message, Failure):
         raise Unavailable(f"checkpoint-engine gave up: {message.why}", fix=FIX)
     return message

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import random
+from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from safetensors.torch import save_file
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from rl_plane.errors import InvalidRequest, Unsupported
@@ -21,8 +24,10 @@ from rl_plane.transports.ipc.checkpoint_engine import CheckpointEngineDelivery
 from rl_plane.transports.ipc.checkpoint_engine_wire import BufferHandle, Failure, read_handle, read_tensors
 from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.weights.pickle_reader import UnreadablePickle
+from tests.support.checkpoint_engine_server import ParameterServer
 from tests.support.host_cuda import GPUS, HostCuda
 from tests.support.hostile_pickles import forbidden_to_run, mutated
+from tests.support.shared_host_cuda import SharedHostCuda
 
 MUTANTS = 6000
 SEED = 20261128
@@ -166,3 +171,19 @@ def test_only_sockets_of_this_machine_for_each_gpu_are_taken() -> None:
         opened({GPUS[0]: here[GPUS[0]]}, "cuda:0", "cuda:1")
     with pytest.raises(Unsupported, match="a worker without a GPU"):
         opened(here, "cpu")
+
+
+def test_a_worker_that_stops_in_the_middle_tells_the_server(tmp_path: Path) -> None:
+    """The server waits for every worker without a bound, so it must hear of an update that was aborted."""
+    pytest.importorskip("zmq")
+    save_file({name: torch.ones(4) for name in "abc"}, tmp_path / "model.safetensors")
+    server = ParameterServer()
+    try:
+        handles = server.begin({"directory": str(tmp_path), "buckets": 3, "gpus": GPUS[:1]})
+        tensors = CheckpointEngineDelivery(handles, SharedHostCuda(GPUS[0]), ["cuda:0"]).tensors()
+        assert isinstance(tensors, Generator)
+        next(tensors)
+        tensors.close()
+        assert "remote errors" in server.end(None)
+    finally:
+        server.close()
