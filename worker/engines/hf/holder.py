@@ -1,4 +1,4 @@
-"""The weights of the `hf` engine, as a Receiver stages and overwrites them."""
+"""The weights of the `hf` engines, as a Receiver stages and overwrites them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import Unsupported
 from rl_plane.protocol.versions import TensorSpec
+from worker.engines.common.base_weights import BaseWeights
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
 from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
 from worker.receive.weight_holder import TensorStream
 
 
-class HfHolder:
-    """A WeightHolder. `forget_weights()` says that the weights are of no version from here on."""
+class HfBaseHolder(BaseWeights):
+    """A WeightHolder without adapters. `forget_weights()` says that the weights are of no version from here on."""
 
-    def __init__(self, weights: ModelWeights, adapters: ModelAdapters, forget_weights: Callable[[], None]) -> None:
+    def __init__(self, weights: ModelWeights, forget_weights: Callable[[], None]) -> None:
         self.weights = weights
-        self.adapters = adapters
         self._forget_weights = forget_weights
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
@@ -33,6 +33,14 @@ class HfHolder:
     def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
         self._forget_weights()
         self.weights.overwrite(tensors, cast, cancelled)
+
+
+class HfHolder(HfBaseHolder):
+    """A WeightHolder with adapters."""
+
+    def __init__(self, weights: ModelWeights, adapters: ModelAdapters, forget_weights: Callable[[], None]) -> None:
+        super().__init__(weights, forget_weights)
+        self.adapters = adapters
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         if not have_peft():

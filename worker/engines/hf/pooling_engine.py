@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import transformers
@@ -19,7 +20,7 @@ from pydantic import Field
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from rl_plane._util.tasks import Cancelled, end_tasks
+from rl_plane._util.tasks import end_tasks
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.pooling import lacking_tasks
@@ -27,15 +28,13 @@ from rl_plane.protocol.validation import Body
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from worker.engines.base import EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CanCheckWeights, CheckAction, CheckScope
-from worker.engines.common.base_weights import BaseWeights
 from worker.engines.common.checkpoint_spec import saved_specs
-from worker.engines.common.pieces import Piece
 from worker.engines.common.pooled_requests import NO_LOGPROBS, NO_POOLING_LORA, PooledRequests
 from worker.engines.common.request_gate import GatedRequest, RequestGate
 from worker.engines.common.spans import Label
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
 from worker.engines.common.weights_in_process import WeightsInProcess
-from worker.receive.weight_holder import TensorStream
+from worker.engines.hf.holder import HfBaseHolder
 from worker.receive.weight_receiver import Receiver, load_transports
 
 T = TypeVar("T")
@@ -61,28 +60,7 @@ class _Waiting:
     result: asyncio.Future[tuple[list[float], Label] | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """None: the engine was paused first."""
-
-
-class _Holder(BaseWeights):
-    """The weights, as a Receiver stages and overwrites them. `forget_weights()` says that they are of no version."""
-
-    def __init__(self, weights: ModelWeights, forget_weights: Callable[[], None]) -> None:
-        self.weights = weights
-        self._forget_weights = forget_weights
-
-    def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self.weights.spec
-
-    def tied_tensors(self) -> Mapping[str, str]:
-        return self.weights.tied
-
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
-        return self.weights.stage(tensors, cast, cancelled)
-
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
-        self._forget_weights()
-        self.weights.overwrite(tensors, cast, cancelled)
+    """The numbers, and the weights that computed them. It is None if the engine paused before the forward."""
 
 
 class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
@@ -96,6 +74,8 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
         self._weights: ModelWeights | None = None
         self._version: WeightVersion | None = None
         self._queue: deque[_Waiting] = deque()
+        self._batch: list[_Waiting] = []
+        """The inputs that the thread computes now."""
         self._computing: asyncio.Task[None] | None = None
 
     # life
@@ -132,7 +112,7 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
                 field="model",
                 fix=f"give the checkpoint of a model for --task {self._options.task}",
             )
-        holder = _Holder(weights, self._forget_weights)
+        holder = HfBaseHolder(weights, self._forget_weights)
         self.receiver = receiver = Receiver(holder, load_transports(self._options.places, str(model.device)))
         config = model.config.get_text_config()
         most = int(config.max_position_embeddings)
@@ -186,8 +166,8 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
         if self._computing is not None:
             await end_tasks([self._computing])
         self._gate.abort(None)
-        for one in self._queue:
-            one.result.cancel()
+        for one in (*self._batch, *self._queue):
+            _settle(one, EngineDied("the engine is closed"))
         self._queue.clear()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -215,9 +195,8 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
 
     # requests
 
-    async def _pieces(self, request: GenerateRequest, prompt: list[int]) -> Any:
-        raise EngineFailed("a pooling model generates no tokens")  # its capabilities say so before
-        yield Piece()
+    def _pieces(self, request: GenerateRequest, prompt: list[int]) -> NoReturn:
+        raise EngineFailed("a pooling model generates no tokens")  # `refuse_lacking` has refused such requests
 
     async def _raw(self, request: GenerateRequest, prompt: list[int]) -> tuple[Any, Label] | None:
         one = self._gate.enter(request)
@@ -233,7 +212,7 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
             self._gate.leave(one)
 
     async def _computed(self, one: GatedRequest, prompt: list[int]) -> tuple[list[float], Label] | None:
-        """None: the engine was paused before the input was computed, or the request ended."""
+        """Returns the result of one forward. It is None if the engine paused before it, or if the request ended."""
         waiting = _Waiting(prompt)
         self._queue.append(waiting)
         if self._computing is None or self._computing.done():
@@ -247,19 +226,18 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
             await asyncio.sleep(0)  # requests that have come at once get into one batch
             if self._gate.is_paused:
                 for one in self._queue:
-                    _tell(one, None)
+                    _settle(one, None)
                 self._queue.clear()
                 return
-            batch = self._take_batch()
+            batch = self._batch = self._take_batch()
             try:
-                vectors, label = await self._on_thread(lambda batch=batch: self._forward(batch))  # type: ignore[misc]
+                vectors, label = await self._on_thread(partial(self._forward, batch))
             except PlaneError as error:
                 for one in batch:
-                    if not one.result.done():
-                        one.result.set_exception(error)
+                    _settle(one, error)
                 continue
             for one, vector in zip(batch, vectors, strict=True):
-                _tell(one, (vector, label))
+                _settle(one, (vector, label))
 
     def _take_batch(self) -> list[_Waiting]:
         batch: list[_Waiting] = []
@@ -365,6 +343,10 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
         return [{"rank": 0}]
 
 
-def _tell(one: _Waiting, result: tuple[list[float], Label] | None) -> None:
-    if not one.result.done():
-        one.result.set_result(result)
+def _settle(one: _Waiting, outcome: tuple[list[float], Label] | PlaneError | None) -> None:
+    if one.result.done():
+        return  # its reader has left
+    if isinstance(outcome, PlaneError):
+        one.result.set_exception(outcome)
+    else:
+        one.result.set_result(outcome)
