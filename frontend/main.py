@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from frontend.completions.completion_routes import add_generation_routes
 from frontend.completions.openai_replies import openai_error
 from frontend.components.component_chooser import ComponentChooser
-from frontend.components.served_component import ServedComponent, stop_all
+from frontend.components.served_component import ServedComponent, start_all, stop_all
 from frontend.dashboard import add_dashboard
 from frontend.dialects import mount_dialects
 from frontend.dialects.common.context import DialectCalls, DialectContext
@@ -81,7 +81,7 @@ class Frontend:
         self.metrics = FrontendMetrics(
             self._facts,
             {one.name: one.metrics for one in self.components},
-            self.own.engine_facts,
+            self.own.status.engine_facts,
             options.dialects if options.speaks else (),
         )
 
@@ -113,8 +113,7 @@ class Frontend:
             await frontend.receiver.start()
             stack.push_async_callback(frontend.receiver.stop)
             stack.push_async_callback(stop_all, frontend.components)
-            for one in frontend.components:
-                await one.start()
+            await start_all(frontend.components)
             yield frontend
 
     def _on_op(

@@ -114,7 +114,9 @@ class Generation:
     def check_served(self) -> None:
         if not len(self._view.snapshot()):
             raise NoWorkers(
-                f"no worker of {self.component} is there", fix="start one: `rl-plane worker`", retry_after_s=1.0
+                f"no worker of {self.component} is there",
+                fix=f"start one: {self._view.subjects.start_worker}",
+                retry_after_s=1.0,
             )
 
     def check_stays(self) -> None:

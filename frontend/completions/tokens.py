@@ -25,7 +25,6 @@ from rl_plane.errors import (
     DeadlineExceeded,
     EngineFailed,
     NotFound,
-    NoWorkers,
     PlaneError,
     Unavailable,
     WorkerLost,
@@ -112,8 +111,9 @@ class Tokens:
 
 
 async def _ask(component: ServedComponent, op: str, body: dict[str, Any]) -> dict[str, Any]:
-    members = list(component.view.snapshot().members)
-    last: PlaneError = NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
+    component.generation.check_served()
+    members = component.view.snapshot().members
+    last: PlaneError | None = None
     for member in random.sample(members, min(MAX_ASKED, len(members))):
         try:
             row = await component.client.call(member.instance_id, op, body)
@@ -123,4 +123,5 @@ async def _ask(component: ServedComponent, op: str, body: dict[str, Any]) -> dic
             last = WorkerLost("the worker left just now", instance_id=member.instance_id, retry_after_s=1.0)
         else:
             return dict(row.body)
+    assert last is not None, "some worker was asked"
     raise last

@@ -18,11 +18,11 @@ from frontend.metrics.lock_and_pause import LockAndPause
 from frontend.routing.committed import Committed
 from frontend.routing.departures import Departures
 from frontend.routing.engine_client import EngineClient
-from frontend.routing.engine_facts import EngineFacts
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.routing_lease import FrontendLease
 from frontend.server.listeners import GRACE_S
 from frontend.server.options import FrontendOptions
+from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.client import RlClient
 from rl_plane.fleet.fleet import Fleet
@@ -153,8 +153,15 @@ class ServedComponent:
             timings=self.generation.timings,
         )
 
-    def engine_facts(self) -> Sequence[EngineFacts]:
-        return self.status.engine_facts()
+
+async def start_all(components: Sequence[ServedComponent]) -> None:
+    """Starts them side by side: a worker of one that does not answer delays the start by its own bound, and not once
+    for each component. If one of them fails, the others have ended their start when the error is raised."""
+    starts = [asyncio.create_task(one.start()) for one in components]
+    try:
+        await asyncio.gather(*starts)
+    finally:
+        await end_tasks(starts)
 
 
 async def stop_all(components: Sequence[ServedComponent]) -> None:

@@ -394,7 +394,12 @@ class WorkerSelector:
     def _no_worker(self, needs: WorkerRequirements, since: float, lost: Sequence[Member]) -> Unavailable:
         waited, pinned = f"after {self._wait_s:g} s", needs.pinned
         if not len(self._view.snapshot()):
-            return NoWorkers(f"no worker is there {waited}", fix="start one: `rl-plane worker`", retry_after_s=1.0)
+            subjects = self._view.subjects
+            return NoWorkers(
+                f"no worker of {subjects.component} is there {waited}",
+                fix=f"start one: {subjects.start_worker}",
+                retry_after_s=1.0,
+            )
         if lost:
             return WorkerLost(
                 f"{len(lost)} workers were lost, and no other was there {waited}",

@@ -97,7 +97,7 @@ async def members_of(call: FleetCall[Any]) -> Snapshot:
         raise NoWorkers(
             f"{len(snapshot)} of {select.min_workers} workers have joined after {select.wait_s:g} s{beside}",
             field="min_workers",
-            fix="start workers (`rl-plane worker`), or wait longer (wait_s)",
+            fix=f"start workers ({view.subjects.start_worker}), or wait longer (wait_s)",
             epoch=snapshot.epoch,
             fingerprint=snapshot.fingerprint,
             retry_after_s=1.0,

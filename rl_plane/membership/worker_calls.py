@@ -327,7 +327,7 @@ class WorkerCalls:
             raise NoWorkers(
                 f"{view.subjects.namespace}.{view.subjects.component} has no worker",
                 field="workers",
-                fix="start one: `rl-plane worker`",
+                fix=f"start one: {view.subjects.start_worker}",
                 retry_after_s=1.0,
             )
         start = time.monotonic()

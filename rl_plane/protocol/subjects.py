@@ -75,6 +75,13 @@ class Subjects:
         check_name("component", self.component)
 
     @property
+    def start_worker(self) -> str:
+        """The command that starts a worker of the component, as the fixes of errors show it."""
+        namespace = "" if self.namespace == DEFAULT_NAMESPACE else f" --namespace {self.namespace}"
+        component = "" if self.component == DEFAULT_COMPONENT else f" --component {self.component}"
+        return f"`rl-plane worker{namespace}{component}`"
+
+    @property
     def rl(self) -> str:
         """The subject of every worker. It has no queue group, so each worker answers."""
         return f"{self.namespace}.{self.component}.rl"

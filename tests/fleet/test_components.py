@@ -152,7 +152,9 @@ async def test_a_component_without_a_worker_fails_its_own_requests_only(fleets: 
         await policy.until(lambda it: len(it.tokens) > seen + 5)
     for model in ("seed10", "reference", "reference/seed10"):
         response = await fleets.http.post("/v1/completions", json={"prompt_token_ids": PROMPT, "model": model})
-        assert error_of(response, 503)["message"] == "no worker of reference is there"
+        error = error_of(response, 503)
+        assert error["message"] == "no worker of reference is there"
+        assert "--component reference`" in error["fix"], "the fix starts a worker of that component"
     assert len((await ask(fleets.http, max_tokens=3, return_token_ids=True))["choices"][0]["token_ids"]) == 3
     await fleets.update(fleets.policy, fleets.policy.model(1), "step_1")
     unknown = await fleets.http.post("/v1/completions", json={"prompt_token_ids": PROMPT, "model": "none"})
