@@ -11,9 +11,9 @@ from pydantic import Field, field_validator
 
 from frontend.completions.messages import STRICT
 from frontend.completions.openai_bodies import (
-    MAX_N,
     MAX_SEED,
     SamplingBody,
+    SamplingFields,
     StreamOptions,
     TokenIds,
 )
@@ -31,17 +31,9 @@ from frontend.completions.unserved_fields import IGNORED, UNSERVED, unsupported,
 from frontend.routing.demands import DemandFields, demands_of
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import (
-    MAX_BIASES,
     MAX_PROMPT_TOP_LOGPROBS,
-    MAX_REPETITION_PENALTY,
     MAX_SALT_CHARS,
-    MAX_STOPS,
-    MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
-    Bias,
-    StopString,
-    TokenId,
-    TokenIdText,
 )
 from rl_plane.protocol.validation import parse_body
 
@@ -154,28 +146,14 @@ def _without_unknown_sampling(body: dict[str, Any]) -> dict[str, Any]:
 # ---- SGLang's ----
 
 
-class SglangSampling(SglangForms):
+class SglangSampling(SglangForms, SamplingFields):
     max_new_tokens: int | None = Field(None, ge=0)
     """Default 128, or as many as there is room for. 0: the reply has no tokens, only the scores of the prompt."""
     min_new_tokens: int | None = Field(None, ge=0)
-    temperature: float | None = Field(None, ge=0.0, le=MAX_TEMPERATURE)
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0.0, le=1.0)
-    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    repetition_penalty: float | None = Field(None, gt=0.0, le=MAX_REPETITION_PENALTY)
-    n: int | None = Field(None, ge=1, le=MAX_N)
     sampling_seed: int | None = Field(None, ge=0, lt=MAX_SEED)
     """Choice i gets this + i."""
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
-    stop: list[StopString] | None = Field(None, max_length=MAX_STOPS)
-    """Strings, or one string, before which the text ends."""
     no_stop_trim: bool | None = None
     """End the text after the stop string. Only `skip_special_tokens` removes stop tokens from the text."""
-    ignore_eos: bool | None = None
-    logit_bias: dict[TokenIdText, Bias] | None = Field(None, max_length=MAX_BIASES)
-    skip_special_tokens: bool | None = None
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -80,8 +80,8 @@ class NvExt(DemandFields):
     effect."""
 
 
-class SamplingBody(BaseModel):
-    """The sampling parameters. null means the default."""
+class SamplingFields(BaseModel):
+    """The sampling parameters that have the same names on all routes. null means the default."""
 
     model_config = STRICT
 
@@ -94,25 +94,13 @@ class SamplingBody(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     repetition_penalty: float | None = Field(None, gt=0.0, le=MAX_REPETITION_PENALTY)
-    seed: int | None = Field(None, ge=0, lt=MAX_SEED)
-    """Choice i has seed + i."""
     n: int | None = Field(None, ge=1, le=MAX_N)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     stop: list[StopString] | None = Field(None, max_length=MAX_STOPS)
     """Strings, or one string, before which the text ends. The last token completes the string."""
-    include_stop_str_in_output: bool | None = None
-    """End the text after the stop string."""
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0)
-    """The first tokens, up to this number, are neither `stop_token_ids` nor tokens that end a text."""
     logit_bias: dict[TokenIdText, Bias] | None = Field(None, max_length=MAX_BIASES)
     """Token id → the number that is added to its raw logit."""
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
-    """The engine makes no other tokens."""
-    bad_words_token_ids: list[Annotated[list[TokenId], Field(min_length=1)]] | None = Field(
-        None, max_length=MAX_BAD_WORDS
-    )
-    """Sequences of tokens that the engine does not make. A sequence of one token may be its id."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text. Default true."""
 
@@ -120,6 +108,23 @@ class SamplingBody(BaseModel):
     @classmethod
     def _from_one(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+
+class SamplingBody(SamplingFields):
+    """The sampling parameters of OpenAI's and vLLM's routes."""
+
+    seed: int | None = Field(None, ge=0, lt=MAX_SEED)
+    """Choice i has seed + i."""
+    include_stop_str_in_output: bool | None = None
+    """End the text after the stop string."""
+    min_tokens: int | None = Field(None, ge=0)
+    """The first tokens, up to this number, are neither `stop_token_ids` nor tokens that end a text."""
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    """The engine makes no other tokens."""
+    bad_words_token_ids: list[Annotated[list[TokenId], Field(min_length=1)]] | None = Field(
+        None, max_length=MAX_BAD_WORDS
+    )
+    """Sequences of tokens that the engine does not make. A sequence of one token may be its id."""
 
     @field_validator("bad_words_token_ids", mode="before")
     @classmethod

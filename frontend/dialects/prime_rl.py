@@ -54,8 +54,8 @@ class PrimeRlUpdateFields(Fields):
     """`POST /update_weights`"""
 
     weight_dir: str | None = None
-    """A directory of safetensors below the workers' weight roots. null, "", with `update_info`, or after an
-    `init_broadcaster` without `backend`: from the broadcaster."""
+    """A directory of safetensors below the workers' weight roots. The weights come from the broadcaster instead if this
+    is null or "", if `update_info` is there, or after an `init_broadcaster` without `backend`."""
     weight_version: Label | None = None
     reset_prefix_cache: bool = True
     """False has no effect: no new request may reuse KV of older weights."""
@@ -133,10 +133,8 @@ def _mount_updates(
             "world_size": fields.inference_world_size + 1,
             "timeout_s": fields.timeout,
         }
-        if fields.backend is not None:
-            await unretried(transactions.init(info, request.path))
-            return {"status": "ok"}
-        await unretried(own.init(info, request.path))
+        form = own.init if fields.backend is None else transactions.init
+        await unretried(form(info, request.path))
         return {"status": "ok"}
 
     @routes.post(

@@ -87,8 +87,8 @@ def histogram(
 
 
 def labelled(label: str, parts: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:
-    """The families of several parts, each family once. `label` tells the part of each series. `parts`: the label's
-    value → the families."""
+    """Joins the families of several parts, so that each family is there once. `label` names the part in each series.
+    `parts`: the name of a part → its families."""
     found: dict[str, Metric] = {}
     for value, families in parts.items():
         for family in families:

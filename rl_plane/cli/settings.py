@@ -525,7 +525,7 @@ def for_child(values: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[li
 
 
 def only_component(values: Mapping[str, Any]) -> str | None:
-    """The one component that a command names. None: it names none, and means the frontend's own."""
+    """Returns the component that a command names, or None if it means the frontend's own."""
     names = values.get("components") or ()
     if len(names) > 1:
         raise BadSetting("several components are given", field="--component", fix="name one, call by call")

@@ -74,7 +74,7 @@ class UpdateEntry:
     ended_at: float | None = None
     """Unix seconds. None: the update has not ended, or its coordinator died."""
     version: WeightVersion | None = None
-    """None: nothing was committed."""
+    """It is None if nothing was committed."""
     error: Mapping[str, Any] | None = None
     """The error's wire form without `workers`. A committed update has one if too few workers served it, or if the
     number was never reported."""

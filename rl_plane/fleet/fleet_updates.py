@@ -169,9 +169,8 @@ class FleetUpdates:
         body = call.body
         _check_name(body.target, snapshot)
         asked = request_hash(body.model_dump())
-        if (
-            body.described_as_it_comes and body.transport is not None
-        ):  # the workers refuse a group that has lost ranks
+        if body.described_as_it_comes and body.transport is not None:
+            # The workers refuse a group that has lost ranks.
             ranks = sum(int(member.info.get("world_size") or 1) for member in snapshot)
             transport = body.transport.model_copy(update={"fleet_ranks": ranks})
             body = body.model_copy(update={"transport": transport})

@@ -446,7 +446,7 @@ class ScoresReply(TypedDict):
 
 class AbortUpdate(Body):
     update_id: str | None = Field(None, max_length=128)
-    """None: any staged update."""
+    """The update that must be staged. None allows any."""
 
 
 class AbortUpdateReply(TypedDict):

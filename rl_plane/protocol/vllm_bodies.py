@@ -32,8 +32,8 @@ IPC_INIT = frozenset({"packed"})
 OWN_NCCL = "nccl"
 """The backend of a group that the trainer forms by vLLM's own NCCL engine."""
 
-TAKEN_S = 10.0
-"""Seconds beyond an update's own time-out, in which its last tensors are staged."""
+STAGED_S = 10.0
+"""The time in seconds after an update's own time-out, in which the workers stage its last tensors."""
 
 P = TypeVar("P", bound="VllmInfo")
 
@@ -77,7 +77,7 @@ class UpdateInfo(VllmInfo):
     dtype_names: list[str]
     shapes: list[list[int]]
     packed: bool | None = None
-    """None: the value of `init_info`."""
+    """The default is the value of `init_info`."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Transfer:
 
     @property
     def policy(self) -> dict[str, Any]:
-        """The fields of a prepared update's policy that follow from it."""
-        return {} if self.format is None else {"prepare_timeout_s": self.timeout_s + TAKEN_S}
+        """The fields of a prepared update's policy that follow from the transfer."""
+        return {} if self.format is None else {"prepare_timeout_s": self.timeout_s + STAGED_S}
 
     @classmethod
     def of(

@@ -154,7 +154,7 @@ class StateReply(TypedDict):
     update: UpdateOnWorker | None
     """The update that is being received, or is staged. None: there is none."""
     canary: CanaryState | None
-    """None: these weights were not scored. The update had no canary, or the engine can't score."""
+    """It is None if these weights were not scored: the update had no canary, or the engine can't score."""
     received_from: list[SourceUse]
     """The bytes that came from each source when the worker last received a version from several. Empty: it has not."""
     kept: str | None
@@ -278,7 +278,7 @@ class DescribeReply(TypedDict):
     max_adapters: int | None
     """The number of adapters that may be loaded at once. None: the memory is the limit."""
     max_lora_rank: int | None
-    """None: any."""
+    """The highest rank of an adapter. None allows any."""
     kv_tokens: int | None
     """The tokens that the KV cache has room for. None: the engine does not tell it."""
     max_prompt_top_logprobs: int

@@ -101,7 +101,7 @@ class Rollout:
     instances: Sequence[Mapping[str, Any]] = ()
     """Spans of `token_ids` with the worker that made them: `instance_id` and `incarnation`."""
     finish_reason: str | None = None
-    """None: the completion can continue."""
+    """It is None while the completion can continue."""
     routed_experts: str | None = None
     """The experts of the prompt and of all tokens so far, if `options` ask for them. The reply to the last part has
     them, and its weights have chosen them. None: that part was stopped before an engine had reported them."""

@@ -1,4 +1,4 @@
-"""What the deliveries share whose trainer describes its tensors while the update runs."""
+"""The bases of the deliveries whose trainer describes its tensors while the update runs."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ from worker.nodes.node_link import (
 )
 from worker.nodes.node_part import digest_of
 from worker.nodes.node_settings import NodeSettings
+from worker.receive.rank_agents.agent_client import CANCEL_WAIT_S, POLL_S
 from worker.receive.rank_agents.model_description import ModelDescription
 
 log = logging.getLogger("worker.nodes")
@@ -310,11 +311,9 @@ class HeadLink(NodeLink):
 
     # ---- asking agents; these block ----
 
-    def ask(
-        self, group: str, op: str, body: Mapping[str, Any], timeout_s: float, cancel_wait_s: float
-    ) -> NodeCalls:
+    def ask(self, group: str, op: str, body: Mapping[str, Any], timeout_s: float) -> NodeCalls:
         """Begins a call of the agents of a group (`ranks` or `host`) on all other nodes."""
-        calls = NodeCalls(self, group, op, body, timeout_s, cancel_wait_s)
+        calls = NodeCalls(self, group, op, body, timeout_s)
         self._calls.add(calls)
         if self._lost is not None:
             calls.failed(EngineFailed(self._lost))
@@ -341,15 +340,7 @@ class HeadLink(NodeLink):
 class NodeCalls:
     """One call of the agents of all other nodes. If one node fails, the call is cancelled on the others."""
 
-    def __init__(
-        self,
-        link: HeadLink,
-        group: str,
-        op: str,
-        body: Mapping[str, Any],
-        timeout_s: float,
-        cancel_wait_s: float,
-    ) -> None:
+    def __init__(self, link: HeadLink, group: str, op: str, body: Mapping[str, Any], timeout_s: float) -> None:
         self.error: PlaneError | None = None
         """The first error."""
         self._values: dict[int, list[Any]] = {}
@@ -360,7 +351,6 @@ class NodeCalls:
         self._span = tracing.current()
         self._body = dict(body)
         self._timeout_s = timeout_s
-        self._cancel_wait_s = cancel_wait_s
         self._id = secrets.token_hex(8)
         self._waiting = len(link.nodes)
         self._changing = threading.Lock()
@@ -422,19 +412,19 @@ class NodeCalls:
 
     def end(self) -> None:
         """Waits until the call has ended on every node, after an error."""
-        self._done.wait(self._cancel_wait_s)
+        self._done.wait(CANCEL_WAIT_S)
         self._link.forget(self)
 
-    def wait(self, cancelled: Cancelled, poll_s: float) -> list[Any]:
+    def wait(self, cancelled: Cancelled) -> list[Any]:
         """Waits until every node has answered. Returns the answers of all agents, or raises the first error."""
         give_up: float | None = None
         try:
-            while not self._done.wait(poll_s):
+            while not self._done.wait(POLL_S):
                 if cancelled():
                     self.failed(EngineFailed("staging was cancelled"))
                 if self.error is not None:
                     now = time.monotonic()
-                    give_up = give_up or now + self._cancel_wait_s
+                    give_up = give_up or now + CANCEL_WAIT_S
                     if now > give_up:
                         break
         finally:

@@ -9,7 +9,7 @@ from rl_plane._util import tracing
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import PlaneError
 from worker.nodes.head_link import HeadLink
-from worker.receive.rank_agents.agent_client import ASK_TIMEOUT_S, CANCEL_WAIT_S, POLL_S
+from worker.receive.rank_agents.agent_client import ASK_TIMEOUT_S
 from worker.receive.rank_agents.ranks import Agents
 
 Group = Literal["ranks", "host"]
@@ -36,20 +36,19 @@ class SpanningClient:
         body: Mapping[str, Any] | None = None,
         *,
         cancelled: Cancelled = never,
-        timeout_s: float | None = None,
+        timeout_s: float = ASK_TIMEOUT_S,
     ) -> list[Any]:
         """Returns the answer of each agent, in the order of the nodes and of their ranks. If one fails, cancels the
         others on every host, waits until all have ended, and raises the first error."""
-        bound_s = ASK_TIMEOUT_S if timeout_s is None else timeout_s
-        elsewhere = self._link.ask(self._group, op, body or {}, bound_s, CANCEL_WAIT_S)
+        elsewhere = self._link.ask(self._group, op, body or {}, timeout_s)
         try:
             with tracing.child("host", host=self._link.me.host, node_rank=0, op=op, agents=self._group):
                 here = self._local.ask(
-                    op, body, cancelled=lambda: cancelled() or elsewhere.error is not None, timeout_s=bound_s
+                    op, body, cancelled=lambda: cancelled() or elsewhere.error is not None, timeout_s=timeout_s
                 )
         except PlaneError as error:
             first = elsewhere.error or error
             elsewhere.failed(first)
             elsewhere.end()
             raise first from error
-        return [*here, *elsewhere.wait(cancelled, POLL_S)]
+        return [*here, *elsewhere.wait(cancelled)]

@@ -318,6 +318,7 @@ def receive(
     holder: WeightHolder,
     delivery: Delivery,
     *,
+    kind: Kind = "base",
     cast: bool,
     expected_digest: str | None,
     algorithm: DigestAlgorithm | None = None,
@@ -326,58 +327,32 @@ def receive(
     digests: dict[str, str] | None = None,
     progress: ReceivedBytes | None = None,
 ) -> tuple[Staged, str]:
-    """Checks a delivery, stages it in `area` and verifies it. Returns the staged weights and the version's digest.
-    `digests` takes each tensor's.
+    """Checks a delivery, stages it in `area` and verifies it. Returns the staged weights and the version's digest,
+    which covers the config of an adapter too. `digests` takes each tensor's.
 
     Closes the delivery on every path. When it raises, nothing is staged, and the area is the caller's to close: wrong
     weights make the stream raise inside `holder.stage`. If a holder returns without asking for the stream's end, this
     frees the staged weights with their last reference.
     """
     try:
-        tied = holder.tied_tensors()
-        check_specs(holder.weight_spec(), tied, delivery.specs, cast)
         stream = DigestingStream(
             delivery,
-            tied=tied,
+            tied=_check_fits(holder, delivery, kind, cast),
             expected_digest=expected_digest,
             algorithm=algorithm,
             places=area.find,
             cancelled=cancelled,
             progress=progress,
         )
-        finished = _finished(holder.stage(stream, cast, cancelled), stream)
+        if kind == "base":
+            finished = _finished(holder.stage(stream, cast, cancelled), stream)
+        else:
+            config = delivery.adapter_config
+            assert config is not None, "an adapter's spec follows from its config"
+            finished = _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
         if digests is not None:
             digests.update(stream.digests)
         return finished
-    finally:
-        delivery.close()
-
-
-def receive_adapter(
-    holder: WeightHolder,
-    delivery: Delivery,
-    *,
-    cast: bool,
-    expected_digest: str | None,
-    algorithm: DigestAlgorithm | None = None,
-    cancelled: Callable[[], bool],
-    area: StagingArea,
-    progress: ReceivedBytes | None = None,
-) -> tuple[Staged, str]:
-    """Does the same as `receive` for a LoRA adapter, whose digest also covers its config: see `tensors_digest`."""
-    try:
-        check_specs(_adapter_spec(holder, delivery), {}, delivery.specs, cast, ADAPTER_FIX)
-        config = delivery.adapter_config
-        assert config is not None, "an adapter's spec follows from its config"
-        stream = DigestingStream(
-            delivery,
-            expected_digest=expected_digest,
-            algorithm=algorithm,
-            places=area.find,
-            cancelled=cancelled,
-            progress=progress,
-        )
-        return _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
     finally:
         delivery.close()
 
@@ -441,28 +416,31 @@ def check_staged(holder: WeightHolder, delivery: Delivery, kind: Kind, *, cast: 
     """Checks what `receive` checks before it takes a byte, so that a trainer hears of it before it pushes. Closes the
     delivery when it raises."""
     try:
-        if kind == "base":
-            check_specs(holder.weight_spec(), holder.tied_tensors(), delivery.specs, cast)
-        else:
-            check_specs(_adapter_spec(holder, delivery), {}, delivery.specs, cast, ADAPTER_FIX)
+        _check_fits(holder, delivery, kind, cast)
     except BaseException:
         delivery.close()
         raise
 
 
-def _adapter_spec(holder: WeightHolder, delivery: Delivery) -> Mapping[str, TensorSpec]:
+def _check_fits(holder: WeightHolder, delivery: Delivery, kind: Kind, cast: bool) -> Mapping[str, str]:
+    """Checks that the tensors are those that the model needs. Returns the names that the model ties, as
+    `tied_tensors`."""
+    if kind == "base":
+        tied = holder.tied_tensors()
+        check_specs(holder.weight_spec(), tied, delivery.specs, cast)
+        return tied
     if delivery.adapter_config is None:
         raise InvalidWeights(
             "base weights arrived, not an adapter", field="transport", fix="publish a PEFT adapter directory"
         )
-    return holder.adapter_spec(delivery.adapter_config)
+    check_specs(holder.adapter_spec(delivery.adapter_config), {}, delivery.specs, cast, ADAPTER_FIX)
+    return {}
 
 
 def check_overwrite(holder: WeightHolder, delivery: Delivery, *, cast: bool, expected_digest: str | None) -> None:
     """Checks what `overwrite` checks before it uses the engine. Closes the delivery when it raises."""
     try:
-        tied = holder.tied_tensors()
-        check_specs(holder.weight_spec(), tied, delivery.specs, cast)
+        tied = _check_fits(holder, delivery, "base", cast)
         DigestingStream(delivery, tied=tied, expected_digest=expected_digest).check_stated()
     except BaseException:
         delivery.close()
@@ -485,11 +463,9 @@ def overwrite(
     error leaves the engine with weights of no version; a wrong digest, found at the end, is InvalidWeights too.
     """
     try:
-        tied = holder.tied_tensors()
-        check_specs(holder.weight_spec(), tied, delivery.specs, cast)
         stream = DigestingStream(
             delivery,
-            tied=tied,
+            tied=_check_fits(holder, delivery, "base", cast),
             expected_digest=expected_digest,
             algorithm=algorithm,
             cancelled=cancelled,

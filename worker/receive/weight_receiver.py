@@ -50,7 +50,6 @@ from worker.receive.staging import (
     hashed,
     overwrite,
     receive,
-    receive_adapter,
 )
 from worker.receive.staging_area import StagingArea
 from worker.receive.weight_holder import Staged, WeightHolder
@@ -197,7 +196,7 @@ class Receiver:
             "progress": self.received,
         }
         if request.adapter is not None:
-            area, self._staged[staging], digest = self._received(receive_adapter, delivery, **how)
+            area, self._staged[staging], digest = self._received(receive, delivery, kind="lora", **how)
             self.areas[staging] = area
         elif request.base is not None:
             digest = self._receive_changes(staging, request, request.base, delivery, cancelled)

@@ -63,7 +63,7 @@ class _Change:
 
     name: str | None
     version: WeightVersion | None
-    """None: the adapter is to be unloaded."""
+    """It is None if the adapter is to be unloaded."""
     source: VersionSource | None
 
 

@@ -11,9 +11,8 @@ from frontend.dialects.common.fleet_as_one import NOT_BEGUN
 from frontend.dialects.common.transaction import Transactions
 from rl_plane.errors import PlaneError
 from rl_plane.protocol.vllm_bodies import Transfer
+from rl_plane.transports.group.prime_rl_wire import FORMAT
 
-FORMAT = "prime-rl"
-"""The format of the description: `rl_plane.transports.group.prime_rl_wire`."""
 TRAINER_S = 1200.0
 """The longest wait in seconds for a trainer that is still loading its model: prime-rl's own default time-out."""
 
@@ -36,7 +35,8 @@ class DescribedBroadcast:
 
     @property
     def formed(self) -> bool:
-        """Whether the trainer's group is of this kind. Then its client's directories have no weights."""
+        """Reports whether the trainer's group is of this kind. Then the directories that its client names have no
+        weights."""
         transfer = self._transactions.transfer
         return transfer is not None and transfer.format is not None
 

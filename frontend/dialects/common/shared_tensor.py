@@ -30,7 +30,7 @@ class SharedTensor:
 
     spec: TensorSpec
     memory: NamedMemory | GpuMemory | None
-    """None: the tensor is empty, and has no memory."""
+    """It is None for an empty tensor, which has no memory."""
     start: int
     """The offset of its first element in the memory, in bytes."""
     strides: tuple[int, ...] | None

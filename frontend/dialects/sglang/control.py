@@ -63,7 +63,7 @@ class MemoryFields(Fields):
     """`/release_memory_occupation` and `/resume_memory_occupation`"""
 
     tags: list[Literal["kv_cache", "weights", "cuda_graph"]] | None = None
-    """None: all. `cuda_graph` has no effect: an engine releases its graphs with its weights."""
+    """The default is all of them. `cuda_graph` has no effect: an engine releases its graphs with its weights."""
 
 
 def mount_control(routes: SharedRoutes, context: DialectContext, updates: Updates) -> None:

@@ -43,7 +43,7 @@ class GroupName(Fields):
     """`/destroy_weights_update_group`"""
 
     group_name: str | None = Field(None, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
-    """None: `weight_update_group`, or the group that SkyRL has formed last."""
+    """The default is the group that SkyRL has formed last, or else `weight_update_group`."""
 
 
 class _Line:

@@ -71,7 +71,7 @@ class DistributedFields(SglangUpdateFields):
     shapes: list[list[int]]
     group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
     load_format: str | None = None
-    """None: one broadcast for each tensor. `flattened_bucket`: one broadcast for all."""
+    """`flattened_bucket`: one broadcast for all tensors. Default: one for each."""
     selector: Literal["target", "draft", "all"] = "all"
 
 
@@ -142,14 +142,11 @@ class Updates:
             "layout": "each" if fields.load_format is None else "flat",
             "group": fields.group_name,
         }
-        return await self._take_part(part, fields, digest)
+        return await self.take_part(part, fields, digest)
 
-    async def take_shared(self, part: dict[str, Any], fields: SglangUpdateFields, digest: str) -> dict[str, Any]:
-        """Takes tensors that lie in memory of the trainer, as `take_broadcasts` does. `part`: the fields of
-        `receive_weights_part` that describe them."""
-        return await self._take_part(part, fields, digest)
-
-    async def _take_part(self, part: dict[str, Any], fields: SglangUpdateFields, digest: str) -> dict[str, Any]:
+    async def take_part(self, part: dict[str, Any], fields: SglangUpdateFields, digest: str) -> dict[str, Any]:
+        """Takes tensors as `take_broadcasts` does. `part`: the fields of `receive_weights_part` that describe them. A
+        part without a `group` lies in memory of the trainer."""
         group: str | None = part.get("group")
         async with self._preparing:  # two stages of a trainer's pipeline may begin at once
             session = await self.session()

@@ -127,7 +127,7 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
                     "an update is received in another way already", field=FIELD, fix="send one in one way"
                 )
             await _check_openable(context, found)
-            reply = await updates.take_shared(described(found), fields, request.digest)
+            reply = await updates.take_part(described(found), fields, request.digest)
         except Locked:  # nothing has begun, and the client sends this call again
             give_back_uses = False
             raise

@@ -70,7 +70,7 @@ class CompleteFields(Fields):
     """`/complete_weights_update`, of SGLang-Omni"""
 
     group_name: str | None = None
-    """None: the group that was prepared. Any other group is refused."""
+    """The group that was prepared, which is the default. Any other group is refused."""
     flush_cache: bool | None = None
     """False: running requests keep their KV. None: as true."""
     weight_version: Label | None = None

@@ -63,7 +63,7 @@ class DoctorFacts:
     """The reply of the op `describe` with `host`."""
     describe_error: Row | None = None
     nats: NatsFacts | None = None
-    """None: this machine did not ask NATS."""
+    """It is None if this machine did not ask NATS."""
     nats_was_named: bool = False
     """The operator has named the NATS server, so this machine must reach it."""
     roots: Sequence[str] = ()

@@ -40,7 +40,7 @@ from rl_plane.weights.read_ahead import host_memory
 T = TypeVar("T")
 
 MESSAGE_S = 300.0
-"""The time for one message in seconds: the server gathers a bucket from its own ranks before each."""
+"""The longest wait in seconds for one message. The server gathers a bucket from its own ranks before each."""
 LOOK_MS = 100
 """Milliseconds between two looks at `cancelled`."""
 TELL_S = 10.0
@@ -55,7 +55,7 @@ class CheckpointEngineDelivery(SelfDescribedDelivery):
     def __init__(self, handles: Any, cuda: TorchCuda, devices: Sequence[str]) -> None:
         super().__init__()
         self._cuda = cuda
-        self._gpus, self._addresses = _own(handles, cuda, devices)
+        self._gpus, self._addresses = _own_sockets(handles, cuda, devices)
         self._zmq = _import_zmq()
         self._began = False
         self._sockets: list[Any] = []
@@ -199,7 +199,7 @@ class CheckpointEngineDelivery(SelfDescribedDelivery):
             self._owed.add(number)
 
 
-def _own(handles: Any, cuda: TorchCuda, devices: Sequence[str]) -> tuple[list[str], list[str]]:
+def _own_sockets(handles: Any, cuda: TorchCuda, devices: Sequence[str]) -> tuple[list[str], list[str]]:
     """The GPUs of this worker's ranks, and their sockets. Raises InvalidRequest or Unsupported."""
     valid = isinstance(handles, Mapping) and all(
         isinstance(one, str) and ADDRESS.fullmatch(one) for one in handles.values()

@@ -90,11 +90,13 @@ async def test_adapters_that_are_gone_are_forgotten(tmp_path: Path) -> None:
     assert engine.label("c") == Label(VERSION, "c", None)
 
 
-async def test_a_check_on_a_gpu_has_a_time_of_its_own(tmp_path: Path) -> None:
+async def test_a_check_on_a_gpu_has_a_time_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads each byte of the model, and other calls of an agent none."""
     server = AgentServer.of_rank(tmp_path, 0, {"check": lambda body, cancelled: {"checksum": body["action"]}})
     server.start()
-    ranks = Ranks(AgentClient.of_ranks(tmp_path, 1, ask_timeout_s=0.0))
+    defaults = AgentClient.ask.__kwdefaults__ or {}
+    monkeypatch.setattr(AgentClient.ask, "__kwdefaults__", {**defaults, "timeout_s": 0.0})
+    ranks = Ranks(AgentClient.of_ranks(tmp_path, 1))
     engine, _ = await standing_in(tmp_path, ranks, device="cuda")
     try:
         with pytest.raises(DeadlineExceeded):

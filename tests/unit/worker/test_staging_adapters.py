@@ -18,7 +18,7 @@ from worker.engines.fake.adapter import FakeAdapter, FakeEngine, make_fake_adapt
 from worker.engines.fake.holder import FakeHolder
 from worker.receive.staging import (
     adapter_digest,
-    receive_adapter,
+    receive,
 )
 from worker.receive.staging_area import StagingArea
 
@@ -43,9 +43,10 @@ class MemoryAdapter(Memory):
 
 
 def run_adapter(engine: Engine, delivery: Memory, expected: str | None = None) -> str:
-    _, digest = receive_adapter(
+    _, digest = receive(
         engine,
         delivery,
+        kind="lora",
         cast=False,
         expected_digest=expected,
         cancelled=lambda: False,
@@ -109,9 +110,10 @@ async def test_an_adapter_from_files(tmp_path: Path) -> None:
             {"backend": "filesystem", "path": str(path)}, "lora"
         )
         assert delivery.digest == stated
-        staged, found = receive_adapter(
+        staged, found = receive(
             FakeHolder(engine),
             delivery,
+            kind="lora",
             cast=False,
             expected_digest=digest,
             cancelled=lambda: False,

@@ -27,7 +27,7 @@ _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True, slots=True)
 class PoolingHead:
-    """The head of one model."""
+    """Says what vector one model makes of an input, and finishes the reply."""
 
     task: PoolingTask
     dimension: int
@@ -101,7 +101,7 @@ def _classifier(config: Any) -> PoolingHead:
 
 
 def _activation_of(config: Any, labels: int) -> Activation:
-    """vLLM's choice."""
+    """Returns the activation that vLLM chooses for the model."""
     problem = getattr(config, "problem_type", None)
     if problem == "regression":
         return "identity"

@@ -56,7 +56,7 @@ class HfArguments(Body):
     """Tokens per step. Longer prompts take several steps. The attention mask has this number times the cache's
     tokens."""
     max_model_len: int | None = Field(None, ge=1)
-    """None: as many tokens as the model and the cache allow."""
+    """The default is as many tokens as the model and the cache allow."""
 
 
 def build(options: EngineOptions) -> EngineAdapter:

@@ -49,7 +49,7 @@ class PoolingArguments(Body):
     max_batch_tokens: int = Field(4096, ge=1)
     """Tokens of one forward, with its padding. A longer input is computed alone."""
     max_model_len: int | None = Field(None, ge=1)
-    """None: as many tokens as the model takes."""
+    """The default is as many tokens as the model takes."""
 
 
 @dataclass(eq=False, slots=True)

@@ -366,9 +366,8 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests):
         rows = await self.process.call("score", sequences=json.dumps(sequences), lora_id=lora_id)
         if any(row["forgot"] for row in rows):
             if not all(row["forgot"] for row in rows):
-                await self.process.call(
-                    "ready"
-                )  # in one replica all requests have lost their KV: so they do in each
+                # In one replica all requests have lost their KV. So they do in each.
+                await self.process.call("ready")
             self._requests_in_sglang().forget_kv()
         return scores_of_replicas([ranks[0]["scores"] for ranks in self._by_replica(rows)])
 

@@ -11,7 +11,7 @@ log = logging.getLogger("worker.engines.sglang.controller")
 
 
 def answer_by_agent(handle: Any, scheduler: Any, request: Any) -> Any:
-    """Wraps the scheduler's handler of remote calls. In a replica SGLang's answer has no reader: it would stay in a
+    """Wraps the scheduler's handler of remote calls. In a replica nothing reads SGLang's answer, so it would stay in a
     queue. The adapter asks the agent of the rank instead."""
     from sglang.srt.runtime_context import get_parallel
 

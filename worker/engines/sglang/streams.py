@@ -252,7 +252,8 @@ class Feeder:
                 stream.feeding.cancel()  # this aborts it in the engine
 
     async def _feed_pooled(self, stream: SglangStream) -> tuple[list[float], Label] | None:
-        """None: the weights have changed meanwhile, or the request has ended."""
+        """Returns the numbers and their weights. It returns None if the weights have changed meanwhile, or if the
+        request has ended."""
         from sglang.srt.managers.io_struct import EmbeddingReqInput
 
         try:

@@ -149,7 +149,6 @@ class VllmProcess(EngineProcess):
                 "master_addr": host,
                 "master_port": port,
             }
-
         given = AsyncEngineArgs(
             model=str(self.options.model),
             dtype=self.options.dtype or _model_dtype(self.options.model),
@@ -197,7 +196,8 @@ class VllmProcess(EngineProcess):
 
 
 def _check_model(given: Any, replicas: int) -> None:
-    """Makes vLLM look at the model before any process starts."""
+    """Refuses a model that replicas can't serve before any process starts. vLLM knows the model once it has made its
+    config, inside `from_engine_args`."""
     make = given.create_engine_config
 
     def checked(*arguments: Any, **more: Any) -> Any:

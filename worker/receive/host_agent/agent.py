@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed
 from rl_plane.protocol.update_requests import ReceiveRequest
-from rl_plane.transports.base import TransportContext, WeightTransport
+from rl_plane.transports.base import TransportContext
 from worker.receive.host_agent.areas import passed
 from worker.receive.host_agent.holder import HostHolder, HostStaged
 from worker.receive.lacking_transports import LACKING
@@ -20,16 +20,13 @@ from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.received_bytes import ReceivedBytes
 from worker.receive.weight_receiver import Receiver, load_transports
 
-MakeTransports = Callable[[TransportContext, str], Mapping[str, WeightTransport]]
-
 
 class HostAgent:
     """Receives for the ranks whose sockets are in `directory`. `begin` comes first, when the ranks have described their
     model."""
 
-    def __init__(self, directory: Path, transports: MakeTransports = load_transports) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._make_transports = transports
         self._holder: HostHolder | None = None
         self._receiver: Receiver | None = None
         self._ranks = 0
@@ -71,7 +68,7 @@ class HostAgent:
         context = replace(TransportContext.from_wire(body["places"]), rank_devices=model.devices)
         self._ranks, self._first = model.ranks, model.first
         self._holder = HostHolder(self._directory, model)
-        transports = self._make_transports(context, model.devices[0])
+        transports = load_transports(context, model.devices[0])
         received = ReceivedBytes.shared(self._directory)
         self._receiver = Receiver(self._holder, transports, shared=True, received=received)
         return {"transports": list(self._receiver.backends), "lacking": LACKING}

@@ -31,23 +31,15 @@ POLL_S = 0.05
 class AgentClient:
     """Calls some agents of one engine. `ask` blocks, so it runs on a thread."""
 
-    def __init__(
-        self,
-        agents: Mapping[str, Path],
-        *,
-        ask_timeout_s: float = ASK_TIMEOUT_S,
-        cancel_wait_s: float = CANCEL_WAIT_S,
-    ) -> None:
+    def __init__(self, agents: Mapping[str, Path]) -> None:
         """`agents`: the name of each agent in messages, and its socket."""
         self._agents = dict(agents)
-        self._ask_timeout_s = ask_timeout_s
-        self._cancel_wait_s = cancel_wait_s
 
     @classmethod
-    def of_ranks(cls, directory: Path, ranks: int, *, first: int = 0, **bounds: float) -> Self:
+    def of_ranks(cls, directory: Path, ranks: int, *, first: int = 0) -> Self:
         """The agents of `ranks` ranks, from the rank `first` on."""
         numbers = range(first, first + ranks)
-        return cls({f"rank {rank}": socket_of(directory, rank) for rank in numbers}, **bounds)
+        return cls({f"rank {rank}": socket_of(directory, rank) for rank in numbers})
 
     @property
     def count(self) -> int:
@@ -60,13 +52,11 @@ class AgentClient:
         body: Mapping[str, Any] | None = None,
         *,
         cancelled: Cancelled = never,
-        timeout_s: float | None = None,
+        timeout_s: float = ASK_TIMEOUT_S,
     ) -> list[Any]:
         """Returns the answer of each agent, in order. If one raises, cancels the others, waits until all ended, and
-        raises the first error. EngineFailed: an agent can't be reached. `timeout_s`: the client's own time is the
-        default."""
-        timeout_s = self._ask_timeout_s if timeout_s is None else timeout_s
-        call = _Call(op, time.monotonic() + timeout_s, self._cancel_wait_s)
+        raises the first error. EngineFailed: an agent can't be reached."""
+        call = _Call(op, time.monotonic() + timeout_s)
         with contextlib.ExitStack() as stack:
             for name, path in self._agents.items():
                 try:
@@ -86,7 +76,7 @@ class AgentClient:
 
     def silent(self, within_s: float) -> list[str]:
         """Returns the agents that don't answer a ping within this time. Those that are not there are not among them."""
-        call = _Call("ping", time.monotonic() + within_s, within_s)
+        call = _Call("ping", time.monotonic() + within_s)
         with contextlib.ExitStack() as stack:
             for name, path in self._agents.items():
                 with contextlib.suppress(OSError):
@@ -104,13 +94,12 @@ class AgentClient:
 class _Call:
     """One call, under way on several agents."""
 
-    def __init__(self, op: str, deadline: float, cancel_wait_s: float) -> None:
+    def __init__(self, op: str, deadline: float) -> None:
         self.waiting: dict[socket.socket, str] = {}
         self.values: dict[str, Any] = {}
         self.error: PlaneError | None = None
         self._op = op
         self._deadline = deadline
-        self._cancel_wait_s = cancel_wait_s
         self._ended = False
 
     def failed(self, error: PlaneError) -> None:
@@ -122,7 +111,7 @@ class _Call:
         if self._ended:
             return
         self._ended = True
-        self._deadline = min(self._deadline, time.monotonic() + self._cancel_wait_s)
+        self._deadline = min(self._deadline, time.monotonic() + CANCEL_WAIT_S)
         for connection in self.waiting:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)

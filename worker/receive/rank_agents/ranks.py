@@ -29,7 +29,7 @@ class Agents(Protocol):
         body: Mapping[str, Any] | None = None,
         *,
         cancelled: Cancelled = ...,
-        timeout_s: float | None = None,
+        timeout_s: float = ...,
     ) -> list[Any]: ...
 
 
