@@ -56,7 +56,7 @@ class ServedModels:
         return self.names[0] if self.names else ""
 
     @property
-    def all(self) -> tuple[str, ...]:
+    def all_names(self) -> tuple[str, ...]:
         return self.names + self.adapters
 
     def serves(self, asked: str | None) -> bool:
@@ -65,12 +65,12 @@ class ServedModels:
     def _meant_by(self, asked: str | None) -> str | None:
         """The model or adapter that a request means. None: it is not served here. The component's name means the base,
         and `component/model` one of its models, unless a model is called so."""
-        if asked is None or asked in self.all:
+        if asked is None or asked in self.all_names:
             return asked if asked is not None else self.base
         if asked == self.component:
             return self.base
         name = asked.removeprefix(self.component + "/")
-        return name if name in self.all else None
+        return name if name in self.all_names else None
 
     def adapter_of(self, asked: str | None) -> str | None:
         """The adapter that a request means. None: it means the base."""
@@ -82,7 +82,7 @@ class ServedModels:
         if asked is None:
             return self.base
         if not self.serves(asked):
-            known = self.all
+            known = self.all_names
             raise NotFound(
                 f"there is no model {asked[:200]!r}; there is {', '.join(known) or 'none'}",
                 field="model",
@@ -93,8 +93,7 @@ class ServedModels:
 
     def listed(self, created: int, record: DecisionRecord | None) -> dict[str, Any]:
         """The reply of `/v1/models`. `record`: it has the committed versions."""
-        versions = record.held.adapters if record is not None else {}
-        base = record.version if record is not None else None
+        held = {**dict.fromkeys(self.names, record.version), **record.held.adapters} if record is not None else {}
         parents = {**dict.fromkeys(self.names), **dict.fromkeys(self.adapters, self.base)}
         rows = [
             {
@@ -106,10 +105,9 @@ class ServedModels:
                 "root": self.root if parent is None and self.root else name,
                 "max_model_len": self.max_model_len,
                 "component": self.component,
-                "weight_version": version.to_wire() if version is not None else None,
+                "weight_version": version.to_wire() if (version := held.get(name)) is not None else None,
             }
             for name, parent in parents.items()
-            for version in (base if parent is None else versions.get(name),)
         ]
         return {"object": "list", "data": rows}
 

@@ -85,7 +85,7 @@ class Generation:
     def known_models(self) -> ComponentModels:
         """The names by which a request may choose this component."""
         models, is_there = self.models, len(self._view.snapshot()) > 0
-        names = models.all if is_there else (*self._last_names, *models.adapters)
+        names = models.all_names if is_there else (*self._last_names, *models.adapters)
         return ComponentModels(self.component, names, is_there or bool(self._last_names))
 
     @property

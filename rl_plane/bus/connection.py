@@ -365,7 +365,7 @@ class Bus:
 
         Its sequences begin at the Unix milliseconds of its creation. So epochs and fences still rise when a bucket is
         created again after its store was lost."""
-        if (there := await self._config(bucket)) is not None:
+        if (there := await self.bucket_config(bucket)) is not None:
             _check_owner(bucket, there)
             _check_one_copy(bucket, there)
             return
@@ -398,7 +398,7 @@ class Bus:
         """Waits until another process has made the bucket, because this one's key may not. It waits as long as this
         process would have waited for the server."""
         give_up = time.monotonic() + self._wait_s
-        while await self._config(bucket) is None:
+        while await self.bucket_config(bucket) is None:
             if time.monotonic() > give_up:
                 namespace, component = bucket.owner.split(".")
                 raise PermissionDenied(
@@ -416,13 +416,6 @@ class Bus:
 
     async def bucket_config(self, bucket: KeyValueBucket) -> dict[str, Any] | None:
         """The configuration of the bucket's stream: `storage`, `num_replicas`, … None: there is no such stream."""
-        return await self._config(bucket)
-
-    async def bucket_exists(self, bucket: KeyValueBucket) -> bool:
-        return await self._config(bucket) is not None
-
-    async def _config(self, bucket: KeyValueBucket) -> dict[str, Any] | None:
-        """The configuration of the bucket's stream. None: there is no such stream."""
         async with _translated(f"read the bucket {bucket.name}"):
             try:
                 info = await self._request(f"$JS.API.STREAM.INFO.{bucket.stream}", b"")
@@ -430,6 +423,9 @@ class Bus:
                 return None
         config: dict[str, Any] = info["config"]
         return config
+
+    async def bucket_exists(self, bucket: KeyValueBucket) -> bool:
+        return await self.bucket_config(bucket) is not None
 
     async def put(
         self,

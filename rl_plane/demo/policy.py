@@ -29,13 +29,13 @@ class Lesson:
 class Policy:
     """The model and its optimiser."""
 
-    def __init__(self, model: Path, threads: int = 1) -> None:
+    def __init__(self, model: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)  # the engines need the other cores
         self._torch = torch
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
         self.model.eval()  # without dropout, as the engines

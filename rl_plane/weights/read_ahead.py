@@ -47,16 +47,6 @@ _given_back: deque[mmap.mmap] = deque()
 take one. Each access is a single call, which is atomic."""
 
 
-def idle_bytes() -> int:
-    """The given-back memory that waits for its next use, in bytes."""
-    return sum(map(len, list(_given_back)))
-
-
-def free_idle() -> None:
-    """Frees all given-back memory."""
-    _given_back.clear()
-
-
 def _taken_again(nbytes: int) -> mmap.mmap | None:
     for mapped in list(_given_back):
         if len(mapped) == nbytes:

@@ -36,20 +36,18 @@ def module_of(name: str) -> str:
     return name.rsplit(".", 2)[0] if name.count(".") > 1 else ""
 
 
-def pack_modules(
-    tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int, together: int = MAX_TOGETHER
-) -> tuple[PackedBucket, ...]:
+def pack_modules(tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -> tuple[PackedBucket, ...]:
     """Groups tensors into buckets in the order given, with whole modules in a bucket if they fit."""
     groups: list[list[tuple[str, TensorSpec]]] = []
     room = 0
     for _, module in itertools.groupby(tensors, lambda one: module_of(one[0])):
         members = list(module)
         whole = sum(map(_size, members))
-        if not groups or whole > room or len(groups[-1]) + len(members) > together:
+        if not groups or whole > room or len(groups[-1]) + len(members) > MAX_TOGETHER:
             groups.append([])
             room = bucket_bytes
         for one in members:
-            if groups[-1] and (_size(one) > room or len(groups[-1]) == together):
+            if groups[-1] and (_size(one) > room or len(groups[-1]) == MAX_TOGETHER):
                 groups.append([])
                 room = bucket_bytes
             groups[-1].append(one)

@@ -127,27 +127,30 @@ class PlacedDelivery(AnnouncedDelivery[ReceivePart]):
         """Opens the shares of a part, each once. They are closed with `held`, and the unused ones are released."""
         release(self._cuda, [_handle(one) for one in part.unused])
         shares = {number: one for number, one in enumerate(part.memories) if isinstance(one, GpuMemory)}
-        found: dict[int, Read] = {}
-        for number, one in shares.items():
-            if one in self._held:
-                found[number] = _gpu_reader(self._cuda, one.gpu, self._held[one], 0)
-        for uuid in sorted({one.gpu for number, one in shares.items() if number not in found}):
-            numbers = [number for number, one in shares.items() if one.gpu == uuid and number not in found]
+        found: dict[int, Read] = {
+            number: _gpu_reader(self._cuda, one.gpu, self._held[one], 0)
+            for number, one in shares.items()
+            if one in self._held
+        }
+        closed = {number: one for number, one in shares.items() if number not in found}
+        for uuid in sorted({one.gpu for one in closed.values()}):
+            on_one = {number: one for number, one in closed.items() if one.gpu == uuid}
             try:
-                tensors = opened(self._cuda, [_handle(shares[number]) for number in numbers], uuid)
+                tensors = opened(self._cuda, [_handle(one) for one in on_one.values()], uuid)
             except Exception as error:  # CUDA's errors have no common base
                 raise Unavailable(
                     f"the trainer's memory on {uuid} can't be opened: {str(error)[:300]}", fix=AGAIN
                 ) from error
             held.callback(self._cuda.collect)
             held.callback(tensors.clear)
+            # No variable has a tensor: the traceback of an error would keep its share open.
             lengths = [self._cuda.bytes_left(one.untyped_storage()) for one in tensors]
-            for number, left in zip(numbers, lengths, strict=True):
-                _check_allocation(shares[number], left)
-            for at, number in enumerate(numbers):
-                if shares[number] in self._keeps:
-                    self._held[shares[number]] = [tensors[at]]
-                    found[number] = _gpu_reader(self._cuda, uuid, self._held[shares[number]], 0)
+            for memory, left in zip(on_one.values(), lengths, strict=True):
+                _check_allocation(memory, left)
+            for at, (number, one) in enumerate(on_one.items()):
+                if one in self._keeps:
+                    self._held[one] = [tensors[at]]
+                    found[number] = _gpu_reader(self._cuda, uuid, self._held[one], 0)
                 else:
                     found[number] = _gpu_reader(self._cuda, uuid, tensors, at)
         return found

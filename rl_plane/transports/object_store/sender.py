@@ -234,7 +234,7 @@ class ObjectStoreSender(Sender):
             object_id = config["subjects"][0].rpartition(".")[2]
             ours = (config.get("metadata") or {}).get(PUBLISHER) == self._publisher
             written = state["last_ts"] if state["last_seq"] else info["created"]
-            silent_s = (_time(info["ts"]) - _time(written)).total_seconds()
+            silent_s = (datetime.fromisoformat(info["ts"]) - datetime.fromisoformat(written)).total_seconds()
             if object_id in named:
                 continue
             if config.get("sealed"):
@@ -320,10 +320,6 @@ def _named(record: DecisionRecord | None) -> set[Any]:
         for source in (record.sources if record is not None else ())
         if source.transport is not None and source.transport.get("backend") == BACKEND
     }
-
-
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text)
 
 
 def build(context: SenderContext) -> ObjectStoreSender:

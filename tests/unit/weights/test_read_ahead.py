@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rl_plane.protocol.versions import HostTensor, TensorSpec
-from rl_plane.weights.read_ahead import HUGE_BYTES, ReadAhead, free_idle, host_memory, idle_bytes
+from rl_plane.weights.read_ahead import HUGE_BYTES, ReadAhead, _given_back, host_memory
 
 BOUND_S = 30.0
 
@@ -38,8 +38,12 @@ def test_memory_is_taken_again_once_nothing_is_left_in_it() -> None:
     assert address(host_memory(nbytes)) == where
 
 
+def idle_bytes() -> int:
+    return sum(map(len, list(_given_back)))
+
+
 def test_no_more_memory_stays_than_was_used_at_once() -> None:
-    free_idle()
+    _given_back.clear()
     most = 6 * HUGE_BYTES
     for nbytes in (HUGE_BYTES, 2 * HUGE_BYTES, 3 * HUGE_BYTES, 5 * HUGE_BYTES + 1, HUGE_BYTES + 1):
         used = [host_memory(nbytes) for _ in range(most // nbytes)]
@@ -49,7 +53,7 @@ def test_no_more_memory_stays_than_was_used_at_once() -> None:
 
 
 def test_memory_that_is_locked_goes_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    free_idle()
+    _given_back.clear()
     memory = host_memory(HUGE_BYTES)
     if ctypes.CDLL(None, use_errno=True).mlock(ctypes.c_void_p(address(memory)), ctypes.c_size_t(HUGE_BYTES)):
         pytest.skip("this user may lock no memory")

@@ -17,7 +17,6 @@ import torch
 import transformers
 from pydantic import Field
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
-from transformers.utils.logging import disable_progress_bar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateRequest
@@ -34,6 +33,7 @@ from worker.engines.common.torch_weights import ModelWeights, StagedTensors
 from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.holder import HfHolder
+from worker.engines.hf.loaded_model import load_model
 from worker.engines.hf.loop import GenerationLoop
 from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
 from worker.engines.hf.pooling_engine import HfPoolingEngine
@@ -98,21 +98,10 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         return info
 
     def _load(self) -> EngineInfo:
-        path, device = self._options.model, self._options.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype: Any = "auto" if self._options.dtype is None else getattr(torch, self._options.dtype)
-        disable_progress_bar()  # a worker's standard error is its log
+        path = self._options.model
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it describes its cache at start
         self._load_tokenizer()
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
-        )
-        self._model = model.to(device).eval().requires_grad_(False)
-        if self._model.device.type == "cpu":
-            # Loading maps the file: a trainer that overwrites the file would change the weights, or end the process.
-            for tensor in (*self._model.parameters(), *self._model.buffers()):
-                tensor.data = tensor.data.clone()
+        self._model = load_model(AutoModelForCausalLM, self._options)
         self._experts = ExpertRecorder(self._model)
         weights = ModelWeights(self._model, saved_specs(path))
         self._holder = HfHolder(weights, ModelAdapters(self._model), self._forget_weights)
@@ -279,12 +268,6 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
         await self._call(between_two_steps)
         return [{"rank": 0}]
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineFailed("the engine is not running")
-        return self._info
 
     @property
     def model(self) -> Any:

@@ -18,7 +18,6 @@ import torch
 import transformers
 from pydantic import Field
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.utils.logging import disable_progress_bar
 
 from rl_plane._util.tasks import end_tasks
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
@@ -35,6 +34,7 @@ from worker.engines.common.spans import Label
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
 from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.hf.holder import HfBaseHolder
+from worker.engines.hf.loaded_model import load_model
 from worker.receive.weight_receiver import Receiver, load_transports
 
 T = TypeVar("T")
@@ -85,25 +85,11 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
         return await self._on_thread(self._load)
 
     def _load(self) -> EngineInfo:
-        path, device = self._options.model, self._options.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        disable_progress_bar()  # a worker's standard error is its log
+        path = self._options.model
         self._read_head()
         self._load_tokenizer()
         saved = saved_specs(path)
-        self._model = model = self._class_of(saved).from_pretrained(
-            path,
-            dtype="auto" if self._options.dtype is None else getattr(torch, self._options.dtype),
-            local_files_only=True,
-            use_safetensors=True,
-            attn_implementation="sdpa",
-        )
-        model.to(device).eval().requires_grad_(False)
-        if model.device.type == "cpu":
-            # Loading maps the file: a trainer that overwrites the file would change the weights, or end the process.
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.data = tensor.data.clone()
+        self._model = model = load_model(self._class_of(saved), self._options)
         self._check_head()
         self._weights = weights = ModelWeights(model, saved)
         if strangers := weights.spec.keys() - saved.keys():
