@@ -17,6 +17,7 @@ from rl_plane.transports.ipc.torch_cuda import SHM
 from tests.support.checkpoint_engine_server import CheckpointEngineServer
 from tests.support.dialect_facade import facade, fine, proven, refused, served
 from tests.support.hf_fleet import Witnesses
+from tests.support.hostile_pickles import Reduced
 from tests.support.ipc_handles_trainer import GPUS, IpcHandlesTrainer
 from tests.support.shared_host_cuda import WORKER_PATCH
 
@@ -120,11 +121,6 @@ async def _dies_in_the_middle(
     assert [is_open for is_open, _ in await served(http)] == [True, True]
 
 
-class _Attack:
-    def __reduce__(self) -> Any:
-        return eval, ("1",)
-
-
 @pytest.fixture
 def server(plane: Plane) -> Iterator[CheckpointEngineServer]:
     with CheckpointEngineServer(plane) as server:
@@ -174,7 +170,7 @@ async def test_a_parameter_server_that_lies_or_dies_changes_nothing(
     ids = [(await asyncio.to_thread(one.wait_ready, 120.0)).instance_id]
     async with facade(plane) as http:
         told = {"directory": str(witnesses.base(2)), "buckets": 3, "gpus": GPUS[:1]}
-        handles = await server.do("begin", {**told, "first": pickle.dumps(_Attack()).hex()})
+        handles = await server.do("begin", {**told, "first": pickle.dumps(Reduced(eval, ("1",))).hex()})
         asked = {"method": "update_weights_from_ipc", "args": [handles]}
         assert "'builtins' 'eval'" in refused(await http.post("/collective_rpc", json=asked), 400)["message"]
         assert "remote errors" in await server.do("end"), "the server hears of it, and does not wait"
@@ -202,7 +198,7 @@ async def test_handles_that_are_none_are_refused_by_name(plane: Plane) -> None:
         described = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
         for handles, words in (
             ("%%%", "something else than base64"),
-            (base64.b64encode(pickle.dumps(_Attack())).decode(), "'builtins' 'eval'"),
+            (base64.b64encode(pickle.dumps(Reduced(eval, ("1",)))).decode(), "'builtins' 'eval'"),
             (base64.b64encode(pickle.dumps([{}])).decode(), "a handle for each GPU"),
         ):
             info = {**described, "ipc_handles_pickled": handles}

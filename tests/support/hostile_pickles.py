@@ -30,6 +30,16 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         _events.append(event)
 
 
+class Reduced:
+    """Makes a pickle that calls a function: `Reduced(function, arguments)`."""
+
+    def __init__(self, *what: Any) -> None:
+        self._what = what
+
+    def __reduce__(self) -> Any:
+        return self._what
+
+
 @contextmanager
 def forbidden_to_run() -> Iterator[None]:
     """Fails if anything is imported, run, opened or unpickled within, by Python's own audit events."""

@@ -21,7 +21,7 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.shared_tensors import GpuCopies
 from rl_plane.protocol.update_requests import Part
 from rl_plane.transports.group.broadcast_plan import MEMORY_BYTES, pieces
-from tests.support.hostile_pickles import forbidden_to_run, mutated
+from tests.support.hostile_pickles import Reduced, forbidden_to_run, mutated
 
 MUTANTS = 6000
 SEED = 20261128
@@ -122,14 +122,6 @@ def test_many_handles_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) ->
         )
 
 
-class _Reduced:
-    def __init__(self, *what: Any) -> None:
-        self.what = what
-
-    def __reduce__(self) -> Any:
-        return self.what
-
-
 ONE = arguments((4,), torch.float32)
 
 
@@ -154,9 +146,9 @@ ONE = arguments((4,), torch.float32)
         ),
         (info([{GPUS[0]: (os.system, ONE)}] * 2), "'posix' 'system'"),
         (info([{GPUS[0]: (torch.Tensor, ONE)}] * 2), "instead of the 15 values"),
-        (info(_Reduced(os.system, ("touch /tmp/owned",))), "'posix' 'system'"),
+        (info(Reduced(os.system, ("touch /tmp/owned",))), "'posix' 'system'"),
         (
-            info(_Reduced(rebuild_cuda_tensor, ONE)),
+            info(Reduced(rebuild_cuda_tensor, ONE)),
             "a call of torch.multiprocessing.reductions.rebuild_cuda_tensor",
         ),
         (info({GPUS[0]: ONE}, tensor_sizes=[12, 15]), "sizes that are not those of the shapes"),

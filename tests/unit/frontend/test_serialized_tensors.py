@@ -19,7 +19,7 @@ from rl_plane.protocol.shared_tensors import GpuCopies, GpuMemory, NamedMemory
 from rl_plane.protocol.update_requests import Part
 from rl_plane.weights import pickle_reader
 from rl_plane.weights.pickle_reader import MAX_MARKS, MAX_OPCODES, MAX_PICKLE_BYTES, MAX_STACK
-from tests.support.hostile_pickles import SYSTEM, forbidden_to_run, mutated
+from tests.support.hostile_pickles import SYSTEM, Reduced, forbidden_to_run, mutated
 from tests.support.pickled_tensors import (
     bucket,
     cpu_tensor,
@@ -222,14 +222,6 @@ def test_too_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- attacks ----
 
 
-class _Reduced:
-    def __init__(self, *what: Any) -> None:
-        self.what = what
-
-    def __reduce__(self) -> Any:
-        return self.what
-
-
 def _extended() -> bytes:
     add_extension("os", "getcwd", 240)
     try:
@@ -242,16 +234,16 @@ def _extended() -> bytes:
 def _persistent() -> bytes:
     class Persistent(pickle.Pickler):
         def persistent_id(self, value: Any) -> Any:
-            return "rm -rf" if isinstance(value, _Reduced) else None
+            return "rm -rf" if isinstance(value, Reduced) else None
 
     out = io.BytesIO()
-    Persistent(out, 4).dump([_Reduced()])
+    Persistent(out, 4).dump([Reduced()])
     return out.getvalue()
 
 
 ATTACKS: dict[str, bytes] = {
-    "REDUCE of os.system": pickle.dumps(_Reduced(os.system, ("touch /tmp/owned",)), 4),
-    "REDUCE, protocol 0": pickle.dumps(_Reduced(os.system, ("touch /tmp/owned",)), 0),
+    "REDUCE of os.system": pickle.dumps(Reduced(os.system, ("touch /tmp/owned",)), 4),
+    "REDUCE, protocol 0": pickle.dumps(Reduced(os.system, ("touch /tmp/owned",)), 0),
     "GLOBAL": b"\x80\x04cos\nsystem\n\x8c\x02id\x85R.",
     "STACK_GLOBAL": b"\x80\x04" + SYSTEM + b"\x8c\x02id\x85R.",
     "STACK_GLOBAL of a method": b"\x80\x04\x8c\x05torch\x8c\x0fTensor.__class__\x93.",
@@ -259,7 +251,7 @@ ATTACKS: dict[str, bytes] = {
     "torch.hub": b"\x80\x04\x8c\x09torch.hub\x8c\x04load\x93\x8c\x01x\x85R.",
     "a gadget of sglang": b"\x80\x04\x8c\x17sglang.srt.utils.common\x8c\x0edynamic_import\x93\x8c\x01x\x85R.",
     "functools.partial": b"\x80\x04\x8c\x09functools\x8c\x07partial\x93)R.",
-    "builtins": pickle.dumps(_Reduced(eval, ("__import__('os').system('id')",)), 4),
+    "builtins": pickle.dumps(Reduced(eval, ("__import__('os').system('id')",)), 4),
     "INST": b"\x80\x04(\x8c\x02idios\nsystem\n.",
     "OBJ": b"\x80\x04(" + SYSTEM + b"\x8c\x02ido.",
     "NEWOBJ": b"\x80\x04" + SYSTEM + b")\x81.",
@@ -283,7 +275,7 @@ ATTACKS: dict[str, bytes] = {
     "a buffer": b"\x80\x05\x97.",
     "a bytearray": pickle.dumps(bytearray(b"x"), 5),
     "a text of 8 bytes of length": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60),
-    "a pickle of a pickle": pickle.dumps([("a", pickle.dumps(_Reduced(os.system, ("id",))))], 4),
+    "a pickle of a pickle": pickle.dumps([("a", pickle.dumps(Reduced(os.system, ("id",))))], 4),
 }
 
 

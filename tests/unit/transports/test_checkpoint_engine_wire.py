@@ -26,7 +26,7 @@ from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.weights.pickle_reader import UnreadablePickle
 from tests.support.checkpoint_engine_server import ParameterServer
 from tests.support.host_cuda import GPUS, HostCuda
-from tests.support.hostile_pickles import forbidden_to_run, mutated
+from tests.support.hostile_pickles import Reduced, forbidden_to_run, mutated
 from tests.support.shared_host_cuda import SharedHostCuda
 
 MUTANTS = 6000
@@ -76,14 +76,6 @@ def test_the_messages_of_an_update() -> None:
         assert read_handle(gave_up) == Failure("Some workers failed to update weights")
 
 
-class _Reduced:
-    def __init__(self, *what: Any) -> None:
-        self.what = what
-
-    def __reduce__(self) -> Any:
-        return self.what
-
-
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -95,7 +87,7 @@ class _Reduced:
         (pickle.dumps((os.system, ("id",))), "'posix' 'system'"),
         (pickle.dumps((torch.Tensor, ())), "instead of the handle"),
         (pickle.dumps((rebuild_cuda_tensor, (1,))), "1 values instead of 15"),
-        (pickle.dumps(_Reduced(rebuild_cuda_tensor, tuple(VALUES.values()))), "a call of"),
+        (pickle.dumps(Reduced(rebuild_cuda_tensor, tuple(VALUES.values()))), "a call of"),
         (pickle.dumps(None), "instead of the handle"),
         (b"", "protocol 4 or 5"),
     ],
@@ -119,8 +111,8 @@ def test_a_handle_that_is_refused(data: bytes, words: str) -> None:
         (tensors({"more": 1}), "instead of name, dtype, shape and offset"),
         (pickle.dumps([]), "instead of a list of tensors"),
         (pickle.dumps("text"), "instead of a list of tensors"),
-        (pickle.dumps(_Reduced(os.system, ("id",))), "'posix' 'system'"),
-        (pickle.dumps(_Reduced(RuntimeError, (["x"],))), "an error without a text"),
+        (pickle.dumps(Reduced(os.system, ("id",))), "'posix' 'system'"),
+        (pickle.dumps(Reduced(RuntimeError, (["x"],))), "an error without a text"),
     ],
 )
 def test_tensors_that_are_refused(data: bytes, words: str) -> None:

@@ -23,7 +23,7 @@ from rl_plane.transports.group.prime_rl_wire import (
     read_number,
 )
 from rl_plane.weights.pickle_reader import MAX_PICKLE_BYTES
-from tests.support.hostile_pickles import SYSTEM, forbidden_to_run, mutated
+from tests.support.hostile_pickles import SYSTEM, Reduced, forbidden_to_run, mutated
 from tests.support.prime_rl_trainer import by_dtype, description, state_dicts
 
 MUTANTS = 6000
@@ -76,14 +76,6 @@ def test_a_state_dict_without_tensors() -> None:
 SIZE = torch.Size([2])
 
 
-class _Reduced:
-    def __init__(self, *what: Any) -> None:
-        self.what = what
-
-    def __reduce__(self) -> Any:
-        return self.what
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -101,11 +93,11 @@ class _Reduced:
         ({torch.float32: [("a b", SIZE, 2)]}, "name that no tensor"),
         ({torch.float32: [("a", SIZE, 2), ("a", SIZE, 2)]}, "the tensor a twice"),
         ({torch.float32: [("a", SIZE, 2)], torch.int8: [("a", SIZE, 2)]}, "the tensor a twice"),
-        ({torch.float32: [("a", _Reduced(torch.Size, ((-2,),)), 2)]}, "a shape that no weight"),
+        ({torch.float32: [("a", Reduced(torch.Size, ((-2,),)), 2)]}, "a shape that no weight"),
         ({torch.float32: [("a", torch.zeros(2), 2)]}, "not part of a tensor"),
-        ({torch.float32: _Reduced(os.system, ("touch /tmp/owned",))}, "'posix' 'system'"),
-        (_Reduced(eval, ("1",)), "'builtins' 'eval'"),
-        (_Reduced(torch.load, ("x",)), "'torch.serialization' 'load'"),
+        ({torch.float32: Reduced(os.system, ("touch /tmp/owned",))}, "'posix' 'system'"),
+        (Reduced(eval, ("1",)), "'builtins' 'eval'"),
+        (Reduced(torch.load, ("x",)), "'torch.serialization' 'load'"),
     ],
 )
 def test_anything_else_is_refused_and_not_run(value: Any, words: str) -> None:
