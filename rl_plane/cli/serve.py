@@ -234,6 +234,5 @@ def _picked(values: dict[str, Any], names: str) -> dict[str, Any]:
 def _set_up_logging(values: dict[str, Any]) -> None:
     set_up_logging(values["log_level"], values["log_format"])
     if values["log_level"] == "info":
-        logging.getLogger("uvicorn").setLevel(
-            logging.WARNING
-        )  # it repeats our own lines about the start and the end
+        # uvicorn repeats our own lines about the start and the end.
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)

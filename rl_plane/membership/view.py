@@ -127,9 +127,8 @@ class MembershipView:
         record = record_of(entry)
         if entry is not None and record is not None:
             if self.record_sequence == known and entry.sequence <= known:
-                self.record_sequence = (
-                    entry.sequence - 1
-                )  # no feed came between: the leader's store is another one
+                # No feed came between: the leader's store is another one.
+                self.record_sequence = entry.sequence - 1
             self.take_record(record, entry.sequence)
         return entry
 

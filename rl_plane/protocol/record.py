@@ -138,9 +138,8 @@ class DecisionRecord(Stored):
         for adapter in self.adapters.values():
             if adapter.version == self.made:
                 return adapter.source
-        return (
-            self.source if self.version == self.made else VersionSource(None)
-        )  # an unloaded adapter has no source
+        # An unloaded adapter has no source.
+        return self.source if self.version == self.made else VersionSource(None)
 
     @property
     def held(self) -> Held:

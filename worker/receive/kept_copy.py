@@ -100,9 +100,8 @@ class KeptCopy:
             done[name] = one
         names = frozenset(changes)
         changed = {before: others | names for before, others in {**self.changed, self.digest: names}.items()}
-        changed.pop(
-            digest, None
-        )  # an engine that takes the version again may have to be repaired: it loads everything
+        # An engine that takes the version again may have to be repaired, so it loads everything.
+        changed.pop(digest, None)
         return replace(self, digest=digest, digests=self._digests_after(changes), changed=changed)
 
     def _digests_after(self, changes: Changes) -> dict[str, str]:

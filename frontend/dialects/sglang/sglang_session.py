@@ -370,14 +370,12 @@ class Updates:
             await self._context.calls.run("receive_weights_part", {**part, "check_only": True}, digest=digest)
         try:
             with begun():
-                await self.opened.takes_more(
-                    update_id
-                )  # before the call that receives, which nothing else may end
+                # This comes before the call that receives, which nothing else may end.
+                await self.opened.takes_more(update_id)
                 call = self._context.calls.run("receive_weights_part", part, digest=digest)
                 task = asyncio.create_task(call, name="two-phase update")
-                task.add_done_callback(
-                    lambda done: None if done.cancelled() else done.exception()
-                )  # `complete` raises it
+                # `complete` raises the error. Until then it counts as retrieved.
+                task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
                 await self._wait_until_listening(update_id, task)
         except PlaneError:
             with contextlib.suppress(PlaneError):  # the trainer will not send it

@@ -52,9 +52,8 @@ class SealedMemory:
             self.descriptor = os.memfd_create("rl-plane-ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             weakref.finalize(self, os.close, self.descriptor)
             not_for_children.add(self)
-            os.posix_fallocate(
-                self.descriptor, 0, nbytes
-            )  # without it a write ends the process when memory is full
+            # Without this a write ends the process when memory is full.
+            os.posix_fallocate(self.descriptor, 0, nbytes)
             self.map = mmap.mmap(self.descriptor, nbytes)
         except OSError as error:
             raise Unavailable(f"no {nbytes} bytes of shared memory: {error}", fix="use smaller buckets") from error

@@ -152,9 +152,8 @@ def _is_shared(tensor: torch.Tensor) -> bool:
     by_descriptor = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
     if not by_descriptor or tensor.device.type != "cpu" or not tensor.is_shared():
         return False
-    descriptor, nbytes = (
-        tensor.untyped_storage()._share_fd_cpu_()
-    )  # the tensor is shared already, so nothing moves
+    # The tensor is shared already, so nothing moves.
+    descriptor, nbytes = tensor.untyped_storage()._share_fd_cpu_()
     return bool(descriptor >= 0 and os.fstat(descriptor).st_size >= nbytes)
 
 

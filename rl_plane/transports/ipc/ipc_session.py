@@ -404,9 +404,8 @@ class IpcUpdate:
         """Drops a receiver, and sends it the reason."""
         why, gone = str(error) or type(error).__name__, isinstance(error, ConnectionError)
         if not gone:
-            log.warning(
-                "a receiver is dropped: %s", repr(error)
-            )  # log the text: the error itself holds its frames
+            # The log gets the text, because the error itself holds its frames.
+            log.warning("a receiver is dropped: %s", repr(error))
         with contextlib.suppress(OSError):
             send_packet(receiver.connection, {"error": why})
         self._drop(receiver, why, gone)
