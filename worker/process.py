@@ -16,10 +16,10 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rl_plane._util.plugins import ENGINES, plugins
 from rl_plane._util.processes import exit_within, spare_collector
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
@@ -48,14 +48,13 @@ log = logging.getLogger("worker.process")
 
 MAX_COPIES = 4096
 
-ENGINES = "rl_plane.engines"
 
-
-def _load(group: str, name: str, field: str) -> Any:
-    known = {point.name: point for point in entry_points(group=group)}
+def _load_engine(name: str) -> Any:
+    """Imports an engine, and returns the function that builds its adapter."""
+    known = plugins(ENGINES)
     if name not in known:
         raise InvalidRequest(
-            f"no {field} is called {name!r}", field=field, fix=f"installed are {', '.join(sorted(known))}"
+            f"no engine is called {name!r}", field="engine", fix=f"installed are {', '.join(sorted(known))}"
         )
     return known[name].load()
 
@@ -143,7 +142,7 @@ async def _with_notices(
     notices: StartNotices,
 ) -> int:
     notices.phase(f"importing the engine {options.engine}")
-    build = _load(ENGINES, options.engine, "engine")
+    build = _load_engine(options.engine)
     nodes = HeadLink(*_link_of(options, arguments)) if options.nodes.count > 1 else None
     weights = _weights_at(options.model)
     with arguments.named():
@@ -267,7 +266,7 @@ def _spanning(options: WorkerOptions, adapter: EngineAdapter) -> SpansHosts:
 async def _node_side(options: WorkerOptions, on_ready: Callable[[list[str]], None]) -> int:
     """Runs a node that is not the head: its part of the engine, and the answers to the head."""
     arguments = EngineArguments(options.engine_args, options.engine_args_file)
-    build = _load(ENGINES, options.engine, "engine")
+    build = _load_engine(options.engine)
     weights = _weights_at(options.model)
 
     def digest(tied: Mapping[str, str]) -> str:

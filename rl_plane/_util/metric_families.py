@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import entry_points
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import (
@@ -22,6 +21,7 @@ from prometheus_client.utils import floatToGoString
 
 from rl_plane._util.bucket_counts import BucketCounts
 from rl_plane._util.own_version import own_version
+from rl_plane._util.plugins import TRANSPORTS, plugins
 from rl_plane.errors import ERROR_CODES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -39,7 +39,7 @@ def closed(value: str, known: Iterable[str]) -> str:
 @functools.cache
 def transports() -> tuple[str, ...]:
     """The names of the installed transports, and `other`."""
-    return (*sorted({point.name for point in entry_points(group="rl_plane.transports")}), OTHER)
+    return (*sorted(plugins(TRANSPORTS)), OTHER)
 
 
 def gauge(name: str, words: str, value: float) -> Metric:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import os
 import signal
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from rl_plane._util.log_format import set_up_logging
+from rl_plane._util.plugins import ENGINES, plugins
 from rl_plane._util.processes import spare_collector
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import CONFIG, NatsServer
@@ -78,9 +78,6 @@ FRONTEND = (*BUS, *LISTENERS, "record", "record_files", "drain_s", *OTEL, *LOG, 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-ENGINES_GROUP = "rl_plane.engines"
-
-
 def commands() -> list[click.Command]:
     nats = "Run the embedded nats-server in the foreground."
     return [
@@ -97,7 +94,7 @@ def demo_command() -> click.Command:
 
 def check_engine(name: str | None) -> str:
     """The name of an installed engine. BadSetting lists the engines that are installed."""
-    known = sorted({entry.name for entry in importlib.metadata.entry_points(group=ENGINES_GROUP)})
+    known = sorted(plugins(ENGINES))
     if name is None:
         raise BadSetting("no engine is named", field="--engine", fix=f"--engine with one of {', '.join(known)}")
     if name not in known:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
+from rl_plane._util.plugins import SENDERS, plugins
 from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unsupported
 from rl_plane.transports.base import Sender, SenderContext
-
-GROUP = "rl_plane.senders"
 
 AUTO = "auto"
 
@@ -24,9 +23,9 @@ LASTING = ("filesystem", "object_store")
 """Transports whose weights can still be fetched when the trainer is gone."""
 
 
-def installed() -> dict[str, Any]:
+def installed() -> Mapping[str, EntryPoint]:
     """Backend to entry point. Nothing is imported before a backend is chosen."""
-    return {point.name: point for point in entry_points(group=GROUP)}
+    return plugins(SENDERS)
 
 
 def candidates(

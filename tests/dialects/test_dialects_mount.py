@@ -40,6 +40,7 @@ from rl_plane.errors import (
 from rl_plane.protocol.dialects import DIALECTS
 from tests.support.frontend_here import started
 from tests.support.paths import ROOT
+from tests.support.plain_client import plain_client
 from tests.support.settings import values_of
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ async def facade(plane: Plane, **options: Any) -> AsyncIterator[httpx.AsyncClien
     own = FrontendOptions(
         plane.url, plane.namespace, plane.component, rl_port=0, http_port=None, admission_wait_s=5.0, **options
     )
-    async with started(own) as urls, httpx.AsyncClient(base_url=urls["rl_url"], timeout=60) as client:
+    async with started(own) as urls, plain_client(base_url=urls["rl_url"], timeout=60) as client:
         yield client
 
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
 
@@ -21,6 +20,7 @@ from rl_plane.cli import main
 from rl_plane.cli.settings import SETTINGS
 from tests.conftest import Plane, stop_process
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 
 BOUND_S = 30.0
 TRAINER = """
@@ -176,7 +176,7 @@ async def test_a_worker_whose_weights_are_gone_says_which(plane: Plane, operator
     first = await asyncio.to_thread(plane.spawn)
     model = plane.model(1)
     body = {"transport": {"backend": "filesystem", "path": str(model)}, "version": "step_1"}
-    async with httpx.AsyncClient(base_url=f"{operator.url}/v1/rl/", timeout=BOUND_S) as rl:
+    async with plain_client(base_url=f"{operator.url}/v1/rl/", timeout=BOUND_S) as rl:
         assert (await rl.post("update_weights", json=body)).status_code == 200
     shutil.rmtree(model)
     first.kill()  # else the second worker would fetch the version from the first one
@@ -195,7 +195,7 @@ async def test_a_worker_whose_weights_are_gone_says_which(plane: Plane, operator
 async def test_a_running_request_is_explained(plane: Plane, operator: Operator) -> None:
     worker = await asyncio.to_thread(plane.spawn, token_delay_s=0.05)
     assert (await operator.run("ready", "--wait", "20", "--expect", "1"))[0] == 0
-    async with httpx.AsyncClient(base_url=operator.url, timeout=BOUND_S) as rl:
+    async with plain_client(base_url=operator.url, timeout=BOUND_S) as rl:
         about = (await rl.get("/v1/rl/about")).json()
         assert about["nats"]["connected"]
         assert about["key"] == {"id": "", "role": "admin"}

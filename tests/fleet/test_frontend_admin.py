@@ -17,6 +17,7 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.weights.checkpoint import open_checkpoint
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 from worker.testing.phase_hooks import VARIABLE
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ async def rl(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
     )
     async with (
         started(options) as urls,
-        httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", headers=HEADERS, timeout=30) as client,
+        plain_client(base_url=f"{urls['rl_url']}/v1/rl/", headers=HEADERS, timeout=30) as client,
     ):
         assert urls["http_url"] is None
         yield client
@@ -64,7 +65,7 @@ def update_of(plane: Plane, seed: int, **more: Any) -> dict[str, Any]:
 
 async def test_only_health_and_the_docs_are_open(rl: httpx.AsyncClient) -> None:
     root = str(rl.base_url).removesuffix("/v1/rl/")
-    async with httpx.AsyncClient(base_url=root) as stranger:
+    async with plain_client(base_url=root) as stranger:
         response = await stranger.get("/v1/rl/health")
         assert (response.status_code, response.json()) == (200, {"status": "ok"})
         for method, path in [
@@ -216,7 +217,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
 
 async def test_another_sites_page_may_not_steer_where_no_key_guards(plane: Plane) -> None:
     options = FrontendOptions(plane.url, plane.namespace, rl_port=0, http_port=None)
-    async with started(options) as urls, httpx.AsyncClient(base_url=urls["rl_url"]) as http:
+    async with started(options) as urls, plain_client(base_url=urls["rl_url"]) as http:
         for origin, status in [(None, 200), (urls["rl_url"], 200), ("https://example.org", 401), ("null", 401)]:
             headers = {"Origin": origin} if origin else {}
             response = await http.get("/v1/rl/state?min_workers=0", headers=headers)

@@ -26,6 +26,7 @@ from rl_plane.errors import InvalidRequest, Unavailable
 from tests.support.committed_records import record, rolling
 from tests.support.faults import spawn_faulty
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -99,7 +100,7 @@ async def facade_of(plane: Plane, limits: FrontendLimits = LIMITS) -> AsyncItera
     headers = {"Authorization": f"Bearer {KEY}"}
     async with (
         started(options) as urls,
-        httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", headers=headers, timeout=BOUND_S) as client,
+        plain_client(base_url=f"{urls['rl_url']}/v1/rl/", headers=headers, timeout=BOUND_S) as client,
     ):
         yield client
 
@@ -226,7 +227,7 @@ async def test_an_open_stream_does_not_hold_the_stop(plane: Plane, monkeypatch: 
     monkeypatch.setattr(listeners, "GRACE_S", 3 * BOUND_S)  # which it would take
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
     async with started(options) as urls:
-        client = httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S)
+        client = plain_client(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S)
         stream = reading(client)
         reader = await stream.__aenter__()
         begun = time.monotonic()
@@ -438,7 +439,7 @@ async def test_the_command_line_shows_the_kept_events_and_ends(
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
     async with (
         started(options) as urls,
-        httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S) as rl,
+        plain_client(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S) as rl,
     ):
         worker = plane.spawn()
         assert (await rl.get("ready?wait_s=20")).status_code == 200

@@ -36,6 +36,7 @@ from tests.support.frontend_process import (
     until_running,
     update,
 )
+from tests.support.plain_client import plain_client
 
 __all__ = ["http"]
 
@@ -311,7 +312,7 @@ async def frontend_process(
         assert process.stdout is not None
         async with asyncio.timeout(30):
             urls = json.loads(await process.stdout.readline())
-        async with httpx.AsyncClient(base_url=urls["http_url"], timeout=ENDS_S) as http:
+        async with plain_client(base_url=urls["http_url"], timeout=ENDS_S) as http:
             yield process, http, f"{urls['rl_url']}/metrics"
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -388,7 +389,7 @@ async def test_a_rollout_outlives_a_frontend_that_is_killed(plane: Plane) -> Non
 
     async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         try:
-            async with httpx.AsyncClient(base_url=urls[-1], timeout=ENDS_S) as http:
+            async with plain_client(base_url=urls[-1], timeout=ENDS_S) as http:
                 response = await http.post("/v1/completions", json=body)
         except httpx.ConnectError:
             refused.set()
@@ -468,7 +469,7 @@ asyncio.run(serve(options, lambda urls: print(urls["http_url"], flush=True)))
         assert process.stdout is not None
         async with asyncio.timeout(30):
             url = (await process.stdout.readline()).decode().strip()
-        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        async with plain_client(base_url=url, timeout=30) as http:
             old = (await ask(http))["nvext"]["weight_version"]
             process.send_signal(signal.SIGSTOP)
             await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)

@@ -25,6 +25,7 @@ from rl_plane.protocol.http_keys import ROLES, Caller, Role, hash_key, parse_key
 from tests.conftest import Plane
 from tests.support.frontend_here import started
 from tests.support.key_files import write_keys
+from tests.support.plain_client import plain_client
 
 BOUND_S = 30.0
 PAGE = Path(__file__).parents[2] / "docs" / "security-http.md"
@@ -57,7 +58,7 @@ async def test_each_role_may_call_its_routes_and_no_others(plane: Plane, tmp_pat
     table: dict[tuple[str, str], list[str]] = {}
     async with listeners_of(plane, keys_file=write_keys(tmp_path / "keys.toml", KEYS)) as urls:
         for name, title in (("rl_url", "facade"), ("http_url", "generation")):
-            async with httpx.AsyncClient(base_url=urls[name], timeout=BOUND_S) as http:
+            async with plain_client(base_url=urls[name], timeout=BOUND_S) as http:
                 if name == "rl_url":
                     ready = await http.get(
                         "/v1/rl/ready", params={"wait_s": BOUND_S}, headers=bearer("key of read")
@@ -103,7 +104,7 @@ async def test_keys_are_changed_without_a_restart(plane: Plane, tmp_path: Path) 
     file = write_keys(tmp_path / "keys.toml", {"old": "read"})
     async with (
         listeners_of(plane, keys_file=file, admin_key="own") as urls,
-        httpx.AsyncClient(base_url=urls["rl_url"], timeout=BOUND_S) as http,
+        plain_client(base_url=urls["rl_url"], timeout=BOUND_S) as http,
     ):
         await until(200, http, "old")
         write_keys(file, {"new": "read"})
@@ -133,7 +134,7 @@ async def test_history_and_events_say_whose_key_asked(plane: Plane, tmp_path: Pa
     file = write_keys(tmp_path / "keys.toml", KEYS)
     async with (
         listeners_of(plane, keys_file=file) as urls,
-        httpx.AsyncClient(base_url=urls["rl_url"], timeout=BOUND_S, headers=bearer("key of steer")) as http,
+        plain_client(base_url=urls["rl_url"], timeout=BOUND_S, headers=bearer("key of steer")) as http,
         http.stream("GET", "/v1/rl/events") as stream,
     ):
         lines = stream.aiter_lines()

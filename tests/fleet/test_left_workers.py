@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
-
 from frontend.server.options import FrontendOptions
 from tests.conftest import Plane
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 
 BOUND_S = 30.0
 
@@ -20,7 +19,7 @@ async def test_a_killed_worker_is_remembered_and_the_fleet_is_not_ready_without_
     )
     async with (
         started(options) as urls,
-        httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S) as rl,
+        plain_client(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S) as rl,
     ):
 
         async def read(op: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tests.support.frontend_here import started
 from tests.support.key_files import write_keys
 from tests.support.metrics_pages import families, samples, values
 from tests.support.paths import ROOT
+from tests.support.plain_client import plain_client
 from tests.support.promql import parse
 
 BOUND_S = 30.0
@@ -71,7 +72,7 @@ async def pages_after_a_life(plane: Plane) -> Pages:
     """The pages after a life in which every kind of event has happened."""
     one, other = plane.spawn(metrics={"metrics_port": 0}, token_delay_s=0.005), plane.spawn(token_delay_s=0.005)
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=0)
-    async with started(options) as urls, httpx.AsyncClient(base_url=urls["rl_url"], timeout=BOUND_S) as http:
+    async with started(options) as urls, plain_client(base_url=urls["rl_url"], timeout=BOUND_S) as http:
         assert (await http.get("/v1/rl/ready", params={"wait_s": BOUND_S, "min_workers": 2})).status_code == 200
         body = {"prompt_token_ids": [5, 6, 7], "max_tokens": 40}
         for stream in (False, True):
@@ -136,7 +137,7 @@ async def test_the_holder_of_the_lock_and_a_kept_copy_are_told(plane: Plane) -> 
     worker = plane.spawn(metrics={"metrics_port": 0})
     client = await plane.client("trainer")
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
-    async with started(options) as urls, httpx.AsyncClient(base_url=urls["rl_url"], timeout=BOUND_S) as http:
+    async with started(options) as urls, plain_client(base_url=urls["rl_url"], timeout=BOUND_S) as http:
         assert (await http.get("/v1/rl/ready", params={"wait_s": BOUND_S})).status_code == 200
         body = {
             "transport": {"backend": "filesystem", "path": str(plane.model(1))},
@@ -300,7 +301,7 @@ async def test_a_frontends_metrics_take_a_read_key_alone(plane: Plane, tmp_path:
     options = FrontendOptions(
         plane.url, plane.namespace, plane.component, rl_port=0, http_port=None, keys_file=file
     )
-    async with started(options) as urls, httpx.AsyncClient(base_url=urls["rl_url"], timeout=BOUND_S) as http:
+    async with started(options) as urls, plain_client(base_url=urls["rl_url"], timeout=BOUND_S) as http:
         statuses = {
             key: (await http.get("/metrics", headers={"Authorization": f"Bearer {key}"})).status_code
             for key in ("scraper", "user", "stranger")
@@ -314,7 +315,7 @@ async def test_a_frontends_metrics_take_a_read_key_alone(plane: Plane, tmp_path:
 async def test_a_workers_metrics_need_its_key(plane: Plane) -> None:
     is_open = plane.spawn(ready=False, metrics={"metrics_port": 0})
     locked = plane.spawn(metrics={"metrics_port": 0, "metrics_key": "secret"})
-    async with httpx.AsyncClient(timeout=BOUND_S) as http:
+    async with plain_client(timeout=BOUND_S) as http:
         for worker, headers, status in (
             (is_open.wait_ready(), {}, 200),
             (is_open, {"Host": "localhost:9102"}, 200),

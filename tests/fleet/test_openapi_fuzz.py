@@ -30,6 +30,7 @@ from rl_plane.protocol.http_keys import Role
 from tests.support.dialect_facade import fine
 from tests.support.frontend_here import started
 from tests.support.key_files import write_keys
+from tests.support.plain_client import plain_client
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -248,7 +249,7 @@ async def fuzzed_fleet(
     headers = {} if admin_key is None else bearer(admin_key)
     async with (
         started(options) as urls,
-        httpx.AsyncClient(base_url=urls["rl_url"], timeout=TIMEOUT_S, headers=headers) as http,
+        plain_client(base_url=urls["rl_url"], timeout=TIMEOUT_S, headers=headers) as http,
     ):
         fleet = FuzzedFleet(plane, ids, urls, http)
         before = await fleet.state()

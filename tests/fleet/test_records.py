@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from frontend.server.options import FrontendOptions
@@ -17,6 +16,7 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.rollouts.replay import read_records
 from tests.conftest import Plane
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 
 BOUND_S = 60.0
 
@@ -35,7 +35,7 @@ async def test_completions_are_recorded_and_come_again(plane: Plane, tmp_path: P
     plane.spawn_many(2)
     folder = tmp_path / "records"
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=0, record=folder)
-    async with started(options) as urls, httpx.AsyncClient(timeout=BOUND_S) as http:
+    async with started(options) as urls, plain_client(timeout=BOUND_S) as http:
         rl, generation = urls["rl_url"], urls["http_url"]
         assert (await http.get(f"{rl}/v1/rl/ready", params={"wait_s": BOUND_S})).status_code == 200
         prompt = {"prompt_token_ids": [5, 6, 7], "max_tokens": 12}
@@ -90,7 +90,7 @@ async def test_an_error_and_an_abort_are_recorded_with_their_tokens(plane: Plane
     options = FrontendOptions(
         plane.url, plane.namespace, plane.component, rl_port=None, http_port=0, record=tmp_path / "records"
     )
-    async with started(options) as urls, httpx.AsyncClient(base_url=urls["http_url"], timeout=BOUND_S) as http:
+    async with started(options) as urls, plain_client(base_url=urls["http_url"], timeout=BOUND_S) as http:
         body = {"prompt_token_ids": [5, 6, 7], "max_tokens": 1000, "stream": True}
         async with http.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.aiter_lines()

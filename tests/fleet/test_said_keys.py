@@ -20,6 +20,7 @@ from rl_plane.client import RlClient
 from rl_plane.errors import NotFound
 from tests.conftest import Plane
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 from tests.support.role_walk import FLEET, server_with_keys
 
 BOUND_S = 30.0
@@ -75,7 +76,7 @@ async def test_a_trainers_key_is_said_in_history_and_events(keyed_plane: Plane, 
     options = FrontendOptions(
         plane.url, *where, rl_port=0, http_port=None, credentials=key("frontend"), dialects=()
     )
-    async with started(options) as urls, httpx.AsyncClient(base_url=urls["rl_url"], timeout=BOUND_S) as http:
+    async with started(options) as urls, plain_client(base_url=urls["rl_url"], timeout=BOUND_S) as http:
         plane.spawn(patch=WITH_KEY.format(str(folder.seed_of("worker"))))
         assert (await http.get("/v1/rl/ready", params={"wait_s": BOUND_S})).status_code == 200
         trainer = await RlClient.connect(plane.url, *where, name="trainer", credentials=key("trainer"))

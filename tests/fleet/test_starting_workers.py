@@ -6,13 +6,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from frontend.server.options import FrontendOptions
 from rl_plane.protocol.process_notices import ExitNotice, StartNotice
 from rl_plane.protocol.subjects import Subjects
 from tests.conftest import Plane, Spawned
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 
 BOUND_S = 30.0
 HELD = """
@@ -34,7 +33,7 @@ async def test_a_worker_is_listed_while_its_engine_loads_and_takes_no_part(plane
     loaded = tmp_path / "loaded"
     async with (
         started(options) as urls,
-        httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S) as rl,
+        plain_client(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S) as rl,
     ):
 
         async def read(op: str = "state") -> dict[str, Any]:
@@ -102,7 +101,7 @@ async def test_a_notice_that_can_not_be_read_is_left_out(plane: Plane) -> None:
     wire = good.model_dump()
     async with (
         started(options) as urls,
-        httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S) as rl,
+        plain_client(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S) as rl,
     ):
         bad: list[tuple[str, bytes]] = [
             (ID, b"\xff"),

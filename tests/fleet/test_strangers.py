@@ -20,6 +20,7 @@ from frontend.server.bodies import MAX_BODY_BYTES, MAX_BRACKETS, MAX_NAMES_BYTES
 from frontend.server.options import FrontendOptions
 from tests.conftest import Plane
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 
 EVIL = {"Referer": "https://evil.example/", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
 BOUND_S = 60.0
@@ -28,7 +29,7 @@ BOUND_S = 60.0
 @asynccontextmanager
 async def facade(plane: Plane, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None, **more)
-    async with started(options) as urls, httpx.AsyncClient(base_url=urls["rl_url"], timeout=BOUND_S) as http:
+    async with started(options) as urls, plain_client(base_url=urls["rl_url"], timeout=BOUND_S) as http:
         yield http
 
 
@@ -93,7 +94,7 @@ async def test_a_page_cannot_frame_the_docs(plane: Plane) -> None:
 async def test_a_huge_body_neither_stops_the_frontend_nor_keeps_its_memory(plane: Plane, size: int) -> None:
     plane.spawn()
     with frontend_process(plane) as (url, process):
-        async with httpx.AsyncClient(base_url=url, timeout=BOUND_S) as http:
+        async with plain_client(base_url=url, timeout=BOUND_S) as http:
             assert (await http.get("/v1/rl/ready", params={"wait_s": 30})).status_code == 200
             before = process.memory_info().rss
             evil = b'{"update_info":{"names":[' + b"[]," * (size // 3) + b"[]]}}"
@@ -111,7 +112,7 @@ async def test_a_huge_body_neither_stops_the_frontend_nor_keeps_its_memory(plane
 async def test_the_memory_of_refused_tensors_is_given_back(plane: Plane) -> None:
     plane.spawn()
     with frontend_process(plane) as (url, process):
-        async with httpx.AsyncClient(base_url=url, timeout=BOUND_S) as http:
+        async with plain_client(base_url=url, timeout=BOUND_S) as http:
             assert (await http.get("/v1/rl/ready", params={"wait_s": 30})).status_code == 200
             before = process.memory_info().rss
             body = {"serialized_named_tensors": ["gASV" * 40_000_000], "load_format": "safetensors"}
@@ -181,9 +182,7 @@ async def test_thirty_nested_bodies_at_once(plane: Plane) -> None:
     body = b'{"workers": ' + b"[" * (MAX_BODY_BYTES // 2 - 10) + b"]" * (MAX_BODY_BYTES // 2 - 10) + b"}"
     await asyncio.to_thread(plane.spawn)
     with frontend_process(plane) as (url, process):
-        async with httpx.AsyncClient(
-            base_url=url, timeout=BOUND_S, limits=httpx.Limits(max_connections=40)
-        ) as http:
+        async with plain_client(base_url=url, timeout=BOUND_S, limits=httpx.Limits(max_connections=40)) as http:
             assert (await http.get("/v1/rl/ready", params={"wait_s": 30})).status_code == 200
             before = process.memory_info().rss
             posts = [asyncio.create_task(http.post("/v1/rl/pause", content=body)) for _ in range(30)]

@@ -25,6 +25,7 @@ from rl_plane.protocol.subjects import LOCK, RECORD, Entry
 from tests.support.bad_entries import BAD_VALUES, broken, keys_of
 from tests.support.fleet_updates import states, update_of
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -64,8 +65,8 @@ async def frontend(plane: Plane) -> AsyncIterator[Http]:
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=0)
     async with (
         started(options) as urls,
-        httpx.AsyncClient(base_url=urls["rl_url"], timeout=30) as rl,
-        httpx.AsyncClient(base_url=urls["http_url"], timeout=30) as generation,
+        plain_client(base_url=urls["rl_url"], timeout=30) as rl,
+        plain_client(base_url=urls["http_url"], timeout=30) as generation,
     ):
         yield Http(rl, generation)
 

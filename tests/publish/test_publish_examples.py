@@ -11,6 +11,7 @@ import pytest
 
 from frontend.server.options import FrontendOptions
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 from tests.support.reference import greedy
 from tests.support.scripts import run, torchrun
 from worker.testing.tiny_model import make_tiny_model
@@ -47,7 +48,7 @@ async def test_the_examples_train_a_fleet(plane: Plane) -> None:
     spawned = [plane.spawn(ready=False, engine="hf", model=first) for _ in range(2)]
     ids = [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in spawned]
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=0)
-    async with started(options) as urls, httpx.AsyncClient(base_url=urls["http_url"], timeout=60) as http:
+    async with started(options) as urls, plain_client(base_url=urls["http_url"], timeout=60) as http:
         await says(http, ids, first)
         common = ["--fleet", urls["rl_url"], "--root", str(plane.tmp / "weights" / "published")]
         plain, sharded, adapter = (plane.tmp / name for name in ("plain", "sharded", "adapter"))

@@ -13,6 +13,7 @@ import httpx
 from frontend.server.options import FrontendOptions
 from tests.conftest import Plane
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 from tests.support.streaming_client import Streaming
 from worker.receive.staging import model_digest
 
@@ -71,8 +72,8 @@ async def serving(policy: Plane, *others: str, **more: Any) -> AsyncIterator[tup
     options = FrontendOptions(policy.url, policy.namespace, policy.component, **given)
     async with (
         started(options) as urls,
-        httpx.AsyncClient(base_url=urls["http_url"], timeout=BOUND_S) as http,
-        httpx.AsyncClient(base_url=urls["rl_url"], timeout=BOUND_S) as rl,
+        plain_client(base_url=urls["http_url"], timeout=BOUND_S) as http,
+        plain_client(base_url=urls["rl_url"], timeout=BOUND_S) as rl,
     ):
         yield http, rl
 

@@ -17,6 +17,7 @@ from frontend.server.options import FrontendOptions
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.protocol.dialects import DIALECTS
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 from worker.testing.tiny_model import witness_next_token
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ async def facade(plane: Plane, **options: Any) -> AsyncIterator[httpx.AsyncClien
     own = FrontendOptions(
         plane.url, plane.namespace, plane.component, rl_port=0, http_port=None, admission_wait_s=HEAL_S, **options
     )
-    async with started(own) as urls, httpx.AsyncClient(base_url=urls["rl_url"], timeout=180) as client:
+    async with started(own) as urls, plain_client(base_url=urls["rl_url"], timeout=180) as client:
         yield client
 
 

@@ -15,6 +15,7 @@ from rl_plane.client import RlClient
 from rl_plane.membership.worker_calls import BusConnector, WorkerCalls
 from tests.conftest import Plane
 from tests.support.frontend_here import started
+from tests.support.plain_client import plain_client
 from worker.engines.fake.adapter import fake_token
 
 WAIT_S = 1.0
@@ -31,7 +32,7 @@ async def frontend(
     options = FrontendOptions(plane.url, plane.namespace, plane.component, **given)
     async with (
         started(options, connect_bus) as urls,
-        httpx.AsyncClient(base_url=urls["http_url"], timeout=30) as client,
+        plain_client(base_url=urls["http_url"], timeout=30) as client,
     ):
         yield client
 

@@ -17,6 +17,7 @@ from tests.conftest import Plane
 from tests.support.committed_records import span
 from tests.support.frontend_here import started
 from tests.support.lease_calls import follow, listed, tell
+from tests.support.plain_client import plain_client
 from tests.support.scripted_worker import Script, ScriptedWorker, Stream, decide
 
 BOUND_S = 20.0
@@ -68,7 +69,7 @@ async def staged(
     client = await plane.client()
     async with (
         started(options, connect_bus) as urls,
-        httpx.AsyncClient(base_url=urls["http_url"], timeout=BOUND_S) as http,
+        plain_client(base_url=urls["http_url"], timeout=BOUND_S) as http,
     ):
         stage = Stage(plane, client, http)
         yield stage

@@ -34,6 +34,7 @@ from multiprocessing import spawn, util
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rl_plane._util.plugins import ENGINES, TRANSPORTS, plugins
 from rl_plane.cli.children import start_process
 from tests.support.paths import ROOT
 
@@ -225,6 +226,10 @@ def start(engine: str, descriptor: int, parent: int) -> None:
     packages = PACKAGES[engine]
     for module in packages.modules:
         importlib.import_module(module)
+    for transport in plugins(TRANSPORTS).values():
+        with contextlib.suppress(ModuleNotFoundError):
+            transport.load()
+    plugins(ENGINES)
     assert len(os.listdir("/proc/self/task")) == 1, "threads don't survive a fork"
     gc.freeze()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -279,7 +284,10 @@ def _become(what: dict[str, Any], descriptors: list[int], parent: int, has_child
     os.environ.update(what["env"])
     # What an interpreter has made of another environment.
     tempfile.tempdir = None
-    sys.path[1:1] = filter(None, what["env"].get("PYTHONPATH", "").split(os.pathsep))
+    more = list(filter(None, what["env"].get("PYTHONPATH", "").split(os.pathsep)))
+    sys.path[1:1] = more
+    if more:
+        plugins.cache_clear()  # there may be plugins, too
     sys.argv = what["argv"]
     if has_children:
         _have_children_forked([one for one in what["numbers"] if one > 2])

@@ -45,6 +45,7 @@ from tests.support.frontend_process import frontend
 from tests.support.group_pushes import BUCKET, Pushing, _send_all
 from tests.support.group_trainer import Trainer
 from tests.support.hf_fleet import ENDLESS, PROMPT, Witnesses, chain, proven
+from tests.support.plain_client import plain_client
 from worker.receive.weight_receiver import load_transports
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ async def test_by_http_and_op_by_op(plane: Plane) -> None:
         transport = await trainer.do("open inline", [str(other), BUCKET])
         async with (
             started(options) as urls,
-            httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", timeout=60) as rl,
+            plain_client(base_url=f"{urls['rl_url']}/v1/rl/", timeout=60) as rl,
         ):
             body = {"transport": transport, "version": "two", "fingerprint": fingerprint}
             prepared = (await rl.post("prepare_weights_update", json=body)).json()

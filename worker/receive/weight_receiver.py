@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from importlib.metadata import entry_points
 from typing import Any
 
+from rl_plane._util.plugins import TRANSPORTS, plugins
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.protocol.canary import CANARY_NAME, Canary, check_vocabulary
@@ -56,14 +56,12 @@ from worker.receive.weight_holder import Staged, WeightHolder
 
 log = logging.getLogger("worker.receive.weight_receiver")
 
-TRANSPORTS = "rl_plane.transports"
-
 
 @cache
 def _installed() -> dict[str, type[WeightTransport]]:
     """Returns the installed transports, without those whose packages are missing."""
     found = {}
-    for point in entry_points(group=TRANSPORTS):
+    for point in plugins(TRANSPORTS).values():
         try:
             found[point.name] = point.load()
         except ModuleNotFoundError as error:
