@@ -91,7 +91,7 @@ class Worker:
         self._counted: PreparedReply | None = None
         self._on_end = on_end
         self._watch = EngineWatch(engine_hang_s)
-        peers = Peers(bus, subjects, adapter, info.transports, member_info["host"])
+        peers = Peers(bus, subjects, adapter, info.transports, member_info["host"], self._loaded_adapters)
         model = Transport.model_validate({"backend": "filesystem", "path": member_info["model_path"]})
         self.updates = WeightUpdates(adapter, info, engine, self._staged_changed, peers.offer)
         self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses, self.core.numerics)
@@ -310,6 +310,10 @@ class Worker:
             kept_bytes=sum(spec.nbytes for spec in self._adapter.weight_spec().values()) if kept else 0,
             ops=self.dispatcher.answers,
         )
+
+    def _loaded_adapters(self) -> set[str]:
+        """The digests of the adapters that the engine has loaded."""
+        return {version.digest for version in self.state.adapters.values()}
 
     def _staged_changed(self, staged: StagedUpdate | None) -> None:
         if staged is not None and staged.reply is not self._counted:

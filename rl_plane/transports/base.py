@@ -214,18 +214,21 @@ class GroupedTransport(WeightTransport):
 
 
 class OfferingTransport(WeightTransport):
-    """A WeightTransport from which other workers may fetch what this process keeps (see `Receiver.kept`)."""
+    """A WeightTransport from which other workers may fetch what this process keeps (see `Receiver.offer`)."""
 
     @abstractmethod
-    def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
-        """Lets other workers read these tensors until `withdraw`. Returns the `transport` object of their request.
+    def offer(self, tensors: Mapping[str, HostTensor], adapter_config: bytes | None = None) -> Mapping[str, Any]:
+        """Lets other workers read these tensors until `withdraw`, beside all that is offered already. Returns the
+        `transport` object of their request. `adapter_config`: the `adapter_config.json` of an adapter, as published;
+        None: base weights.
 
         The memory of the tensors is lent: it does not change before `withdraw` returns.
         """
 
     @abstractmethod
-    def withdraw(self) -> None:
-        """Ends the offer. When it returns, no other worker reads the tensors. Without an offer it does nothing."""
+    def withdraw(self, transport: Mapping[str, Any]) -> None:
+        """Ends one offer, for which `offer` has returned `transport`. When it returns, no other worker reads those
+        tensors. After `destroy` it does nothing."""
 
 
 class RelayingTransport(OfferingTransport):

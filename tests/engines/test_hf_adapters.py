@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.support.hf_runs import (
     version,
     witnessed,
 )
+from tests.support.moe import make_qwen_moe
 from tests.support.receive_requests import NamedRequest, files_request
 from worker.engines.base import EngineOptions
 from worker.engines.hf.adapter import HfEngine
@@ -186,6 +188,103 @@ async def test_more_modules_than_peft_takes_by_name(start: Start, root: Path) ->
         assert result.logprobs == pytest.approx(plain_logprobs(model, prompt, result.tokens), abs=1e-4)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "dora": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
+    "experts": {
+        "target_modules": ["v_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "rank_pattern": {"experts.down_proj": 2},
+    },
+    "other experts": {"target_modules": ["gate"], "target_parameters": ["experts.down_proj"]},
+    "patterns": {
+        "target_modules": r".*\.[qkv]_proj",
+        "exclude_modules": ["k_proj"],
+        "rank_pattern": {r"layers\.1\..*q_proj": 6},
+        "alpha_pattern": {"layers.0.self_attn.v_proj": 32},
+        "use_rslora": True,
+    },
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"], "lora_bias": True},
+    "biases": {"target_modules": ["q_proj"], "bias": "all", "trainable_token_indices": [7, 9]},
+}
+"""PEFT's settings that change the numbers. Their adapters meet in one engine."""
+
+
+def adapter_by_peft(model: Path, path: Path, seed: int, **settings: Any) -> Path:
+    """Saves an adapter of this kind in which every tensor differs from the base model's."""
+    import peft
+
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=4, lora_alpha=12, init_lora_weights=False, **settings)
+    trained = peft.get_peft_model(load_plain(model), config)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn_like(parameter)
+    trained.save_pretrained(path, save_embedding_layers=False)
+    return path
+
+
+def adapter_of_single_experts(model: Path, path: Path, merged: Path) -> Path:
+    """Saves an adapter as transformers 4 trained it, with a linear layer for each expert. `merged`: gets the model to
+    which the adapter's deltas are added by hand."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(shutil.copytree(model, merged) / "model.safetensors")
+    made: dict[str, torch.Tensor] = {}
+    ends, r = ("gate_proj", "up_proj", "down_proj", "q_proj"), 3
+    for name, weight in tensors.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(ends) and weight.dim() == 2:
+            a, b = 0.1 * torch.randn(r, weight.shape[1]), 0.1 * torch.randn(weight.shape[0], r)
+            made |= {f"base_model.model.{module}.lora_{one}.weight": two for one, two in (("A", a), ("B", b))}
+            tensors[name] = weight + 2.0 * b @ a
+    save_file(tensors, merged / "model.safetensors", {"format": "pt"})
+    path.mkdir()
+    save_file(made, path / "adapter_model.safetensors", {"format": "pt"})
+    config = {"peft_type": "LORA", "r": r, "lora_alpha": 2 * r, "target_modules": list(ends)}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+# PEFT warns of patterns of parameters, which it uses, and of biases, which have one dimension.
+@pytest.mark.filterwarnings("ignore:Adapter 'default'. 2 LoRA tensor.s. have invalid shape")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
+async def test_every_kind_of_adapter_that_peft_computes(start: Start, root: Path) -> None:
+    """Side by side, before and after the base changes beneath them. The base is the same as without them."""
+    from peft import PeftModel
+
+    bases = [make_qwen_moe(root / f"moe-{seed}", seed, "float32", attention_bias=True) for seed in (1, 2)]
+    engine, prompt = await start(bases[0], page_size=8), prompt_of(3, 24)
+    paths = {
+        kind: adapter_by_peft(bases[0], root / kind, seed, **settings)
+        for seed, (kind, settings) in enumerate(KINDS.items())
+    }
+    single = adapter_of_single_experts(bases[0], root / "single", root / "merged")
+    for kind, path in (paths | {"single experts": single}).items():
+        await load(engine, kind, path)
+
+    async def check(model: Any, adapter: str | None) -> list[int]:
+        result = await run(engine, ask(prompt, adapter=adapter, logprobs=True))
+        assert_greedy(model, prompt, result.tokens)
+        expected = plain_logprobs(model, prompt, result.tokens)
+        assert result.logprobs == pytest.approx(expected, abs=1e-4), adapter
+        return result.tokens
+
+    made = [await check(load_plain(root / "merged"), "single experts")]
+    for number, base in enumerate(bases):
+        if number:
+            await engine.pause("keep", False)
+            await engine.swap(await stage(engine, base), version(number))
+            await engine.resume()
+        made.append(await check(load_plain(base), None))
+        for kind, path in paths.items():
+            model = PeftModel.from_pretrained(load_plain(base), path).eval()
+            made.append(await check(model, kind))
+            rows = await engine.score([prompt], kind)
+            assert rows[0] == pytest.approx(plain_logprobs(model, prompt[:1], prompt[1:]), abs=1e-4)
+    assert len({tuple(tokens) for tokens in made[: 2 + len(KINDS)]}) == 2 + len(KINDS)  # every adapter matters
+
+
 async def test_the_base_is_exact_before_beside_and_after_adapters(
     start: Start, tiny: Path, made_by_peft: dict[str, Path]
 ) -> None:
@@ -331,7 +430,7 @@ async def test_an_adapter_and_the_base_change_under_a_stream(
         engine.set_adapter_version("y", version(1))
 
 
-async def test_a_swap_that_fails_leaves_the_old_adapter(
+async def test_an_adapter_that_fails_leaves_the_old_one(
     start: Start,
     tiny: Path,
     made_by_peft: dict[str, Path],
@@ -349,26 +448,20 @@ async def test_a_swap_that_fails_leaves_the_old_adapter(
 
     def half(model: Any, tensors: dict[str, Any], name: str, **options: Any) -> Any:
         calls.append(set_state(model, dict(list(tensors.items())[::2]), name, **options))
-        raise RuntimeError("half-way")
+        return calls[0]
 
-    staged = [await staged_adapter(engine, made_by_peft["two"]) for _ in range(2)]
-    await engine.pause("keep", False)
     with monkeypatch.context() as patched:
         patched.setattr(peft, "set_peft_model_state_dict", half)
-        for name, one in zip(("x", "fresh"), staged, strict=True):
-            with pytest.raises(EngineFailed, match="half-way"):
-                await engine.swap_adapter(name, one, adapter_version(2, made_by_peft["two"]))
-    assert len(calls) == 2
-    await engine.resume()
+        with pytest.raises(EngineFailed, match="as a whole"):
+            await staged_adapter(engine, made_by_peft["two"])
+    assert len(calls) == 1
     after = await run(engine, ask(prompt, adapter="x", logprobs=True))
     assert after.tokens == begun.tokens
     assert after.logprobs == pytest.approx(begun.logprobs, abs=1e-6)  # shared blocks: other shapes, other rounding
     assert [span.adapter.sequence for span in after.spans if span.adapter] == [1]
     again = await run(engine, ask(prompt, logprobs=True))
     assert again.tokens == base.tokens
-    with pytest.raises(InvalidRequest):
-        await run(engine, ask(prompt, adapter="fresh"))
-    assert not [name for name, _ in engine.model.named_parameters() if "adapter1" in name or "adapter2" in name]
+    assert not [name for name, _ in engine.model.named_parameters() if "lora" in name]
     await engine.pause("keep", False)
     again_staged = await staged_adapter(engine, made_by_peft["two"])
     await engine.swap_adapter("x", again_staged, adapter_version(2, made_by_peft["two"]))
@@ -377,7 +470,7 @@ async def test_a_swap_that_fails_leaves_the_old_adapter(
     assert second.logprobs == pytest.approx(plain_logprobs(plain["two"], prompt, second.tokens), abs=1e-4)
     discarded = await staged_adapter(engine, made_by_peft["two"])
     await engine.discard(discarded)
-    for gone in (*staged, again_staged, discarded):
+    for gone in (again_staged, discarded):
         with pytest.raises(EngineFailed, match="swapped or discarded"):
             await engine.swap_adapter("x", gone, adapter_version(3, made_by_peft["two"]))
 
@@ -420,7 +513,7 @@ def test_what_peft_saves_is_what_is_asked_for(tiny: Path, made_by_peft: dict[str
 
     from worker.engines.hf.peft_layers import ModelAdapters
 
-    adapters = ModelAdapters(load_plain(tiny))
+    adapters = ModelAdapters(load_plain(tiny), {})
     for path in made_by_peft.values():
         saved = load_file(path / "adapter_model.safetensors")
         config = json.loads((path / "adapter_config.json").read_text())
@@ -432,11 +525,14 @@ def test_what_peft_saves_is_what_is_asked_for(tiny: Path, made_by_peft: dict[str
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "target_modules"),
         ({"target_modules": ["q_proj", "norm"]}, "target_modules"),
         ({"target_modules": ["query"]}, "target_modules"),
         ({"target_modules": ["proj"]}, "target_modules"),
-        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"], "layers_to_transform": [7]}, "layers_to_transform"),
+        ({"trainable_token_indices": [512]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     ],
 )
 async def test_configs_that_do_not_fit_this_model(

@@ -62,7 +62,7 @@ def make_moe_model(path: Path, dense: list[int], seed: int = 0) -> Path:
     return path
 
 
-def make_qwen_moe(path: Path, seed: int, dtype: str = "bfloat16") -> Path:
+def make_qwen_moe(path: Path, seed: int, dtype: str = "bfloat16", attention_bias: bool = False) -> Path:
     """Writes a Qwen3-MoE checkpoint of 2 layers and 4 experts. Returns `path`. `dtype`: torch's name."""
     from transformers import Qwen3MoeConfig
 
@@ -82,6 +82,7 @@ def make_qwen_moe(path: Path, seed: int, dtype: str = "bfloat16") -> Path:
         head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
+        attention_bias=attention_bias,
     )
     return _save(config, path, seed, dtype, router=6.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,6 +17,7 @@ import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
 from rl_plane.client import RlClient
+from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME
 from tests.conftest import Plane
 from tests.support import weight_faults
 from tests.support.frontend_process import ask, frontend
@@ -67,8 +69,16 @@ class MoeFleet:
         return path
 
     def adapter(self, seed: int) -> Path:
+        """The second one has modules of several ranks and scalings."""
         path = self.plane.tmp / "weights" / f"adapter{seed}"
-        return make_tiny_adapter(self.base(1), path, seed, targets=ATTENTION, std=ADAPTER_STD)
+        if path.exists():
+            return path
+        ranks = {"q_proj": 2, "layers.1.self_attn.o_proj": 6} if seed == 2 else {}
+        make_tiny_adapter(self.base(1), path, seed, targets=ATTENTION, std=ADAPTER_STD, ranks=ranks)
+        config = json.loads((path / ADAPTER_CONFIG_NAME).read_text())
+        patterns = {"alpha_pattern": {"v_proj": 3}, "use_rslora": True} if seed == 2 else {}
+        (path / ADAPTER_CONFIG_NAME).write_text(json.dumps(config | patterns))
+        return path
 
 
 @pytest.fixture(

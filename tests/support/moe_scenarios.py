@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 
 import httpx
 import pytest
 
 from rl_plane.client import RlClient
-from rl_plane.errors import InvalidWeights
+from rl_plane.errors import InvalidWeights, PlaneError
+from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME
 from rl_plane.publish import WeightPublisher
 from tests.support.each_transport import Shelf
 from tests.support.fleet_updates import all_serve, update_of
@@ -90,6 +93,16 @@ async def adapters_of_the_attention(fleet: MoeFleet, client: RlClient, http: htt
         await proven(http, fleet, "one", one, ("style", fleet.adapter(seed)))
         await proven(http, fleet, "one", one)
     await client.run("update_weights", update_of(two, "two"))
+    await proven(http, fleet, "two", two, ("style", fleet.adapter(2)))
+    # One engine of the fleet can't compute these. They are refused by name, and nothing has changed.
+    refused = {"use_dora": True, "target_parameters": ["mlp.experts.down_proj"], "modules_to_save": ["lm_head"]}
+    for key, value in refused.items():
+        bad = shutil.copytree(fleet.adapter(2), fleet.adapter(2).with_name(key), dirs_exist_ok=True)
+        config = json.loads((bad / ADAPTER_CONFIG_NAME).read_text())
+        (bad / ADAPTER_CONFIG_NAME).write_text(json.dumps(config | {key: value}))
+        with pytest.raises(PlaneError) as caught:
+            await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(bad)})
+        assert key in str(caught.value.to_wire()), caught.value
     await proven(http, fleet, "two", two, ("style", fleet.adapter(2)))
     await client.run("unload_lora_adapter", {"lora_name": "style"})
     await proven(http, fleet, "two", two)

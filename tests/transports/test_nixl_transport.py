@@ -508,12 +508,14 @@ def test_what_a_worker_keeps_is_pulled_from_where_it_lies(puller: NixlTransport)
     }
     lent = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in kept.items()}
     shelf = PeerSource("127.0.0.1")
-    for _ in range(2):
-        transport = dict(shelf.offer(lent))
-        assert pull(puller, transport)[0] == data_of(kept)
+    transport, adapter = dict(shelf.offer(lent)), dict(shelf.offer(lent, b"{}"))
+    assert pull(puller, transport)[0] == data_of(kept)
+    shelf.withdraw(adapter["secret"])
+    with pytest.raises(InvalidRequest, match="source_gone"):
+        puller.open(adapter, "lora")
     delivery = puller.open(transport, "base")
     next(arriving := delivery.tensors())
-    shelf.withdraw()
+    shelf.withdraw(transport["secret"])
     with pytest.raises(InvalidRequest, match="source_gone"):
         puller.open(transport, "base")
     list(arriving)  # one bucket, which was here

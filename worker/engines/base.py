@@ -342,9 +342,10 @@ class EngineAdapter(ABC):
         """Frees what is opened or staged under this name. A name that is not in use is no error."""
 
     @abstractmethod
-    def offer(self) -> dict[str, Any] | None:
-        """Offers the kept copy to other workers. Returns where they fetch it, `{digest, transport}`, or None if there
-        is no kept copy or no transport that can offer it. Blocks; the worker calls it on a thread."""
+    def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
+        """Offers to other workers what is kept: the copy of the base weights, and the copies of the adapters with these
+        digests. Returns where they fetch each, `{digest, transport}`. Copies of other adapters are dropped. Blocks; the
+        worker calls it on a thread."""
 
     def relay_address(self) -> tuple[str, int] | None:
         """The address and port at which peers fetch an update while this worker receives it. It listens from now on.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -152,6 +152,17 @@ class KeptCopy:
         """Takes changes back: a change that is applied twice restores the bytes."""
         for name, one in changes.items():
             one.apply(self.tensors[name].data)
+
+
+@dataclass(slots=True)
+class KeptAdapter:
+    """A loaded adapter in host memory, with exactly the bytes that were published, for other workers."""
+
+    config: bytes
+    """Its `adapter_config.json`."""
+    area: StagingArea
+    place: Mapping[str, Any] | None = None
+    """The transport that fetches it. None: it is not offered yet."""
 
 
 def as_kept(digest: str, area: StagingArea, tied: Collection[str], digests: Mapping[str, str]) -> KeptCopy | None:

@@ -16,6 +16,7 @@ from rl_plane.protocol.canary import CANARY_NAME, Canary, check_vocabulary
 from rl_plane.protocol.record import Encoding
 from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.update_requests import (
+    RELAYED,
     CanaryLimits,
     DeltaChainEntry,
     PreparedReply,
@@ -36,7 +37,15 @@ from rl_plane.transports.base import (
 from rl_plane.weights.checkpoint import Kind
 from worker.receive.area_pool import AreaPool
 from worker.receive.host_room import check_room
-from worker.receive.kept_copy import Changes, KeptCopy, as_kept, digests_of, missing_links, taken_changes
+from worker.receive.kept_copy import (
+    Changes,
+    KeptAdapter,
+    KeptCopy,
+    as_kept,
+    digests_of,
+    missing_links,
+    taken_changes,
+)
 from worker.receive.lacking_transports import LACKING
 from worker.receive.received_bytes import ReceivedBytes
 from worker.receive.staging import (
@@ -113,6 +122,10 @@ class Receiver:
         """The copy and the changes that were made in it, by staging name: `discard` takes them back."""
         self._kept: KeptCopy | None = None
         self._place: dict[str, Any] | None = None
+        self._adapters: dict[str, KeptAdapter] = {}
+        """The copies of adapters whose source may end, by digest."""
+        self._last_adapter: str | None = None
+        """The digest of the adapter that came last. It may be on its way into the engine."""
         self._offering = threading.Lock()
 
     @property
@@ -127,24 +140,56 @@ class Receiver:
     def kept(self, kept: KeptCopy | None) -> None:
         with self._offering:
             if self._place is not None and kept is not self._kept:
+                self._withdraw(self._place["transport"])
                 self._place = None
-                for transport in self._offers():
-                    transport.withdraw()
             self._kept = kept
 
-    def offer(self) -> dict[str, Any] | None:
-        """Offers the copy to other workers, and returns `{digest, transport}`. None: there is no copy.
+    def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
+        """Offers the copies of the base and of the adapters with these digests to other workers. Returns `{digest,
+        transport}` of each. It drops the copies of other adapters, but for the one that came last.
 
-        The offer ends when the copy does."""
+        An offer ends when the copy does."""
         with self._offering:
-            transport = next(iter(self._offers()), None)
-            if self._kept is not None and transport is not None and self._place is None:
+            transport = self._offers()
+            if transport is None:
+                return []
+            if self._kept is not None and self._place is None:
                 place = dict(transport.offer(self._kept.tensors))
                 self._place = {"digest": self._kept.digest, "transport": place}
-            return self._place
+            found = [] if self._place is None else [self._place]
+            for digest, copy in list(self._adapters.items()):
+                if digest in adapters:
+                    if digest == self._last_adapter:
+                        self._last_adapter = None  # it has come into the engine
+                    copy.place = copy.place or transport.offer(copy.area.tensors(), copy.config)
+                    found.append({"digest": digest, "transport": dict(copy.place)})
+                elif digest != self._last_adapter:
+                    del self._adapters[digest]
+                    if copy.place is not None:
+                        self._withdraw(copy.place)
+                    copy.area.close()
+            return found
 
-    def _offers(self) -> list[OfferingTransport]:
-        return [transport for transport in self.transports.values() if isinstance(transport, OfferingTransport)]
+    def _offers(self) -> OfferingTransport | None:
+        """The transport by which other workers fetch what this process keeps. None: there is none."""
+        return next((one for one in self.transports.values() if isinstance(one, OfferingTransport)), None)
+
+    def _withdraw(self, place: Mapping[str, Any]) -> None:
+        transport = self._offers()
+        if transport is not None:
+            transport.withdraw(place)
+
+    def _keep_adapter(self, digest: str, request: ReceiveRequest, delivery: Delivery, area: StagingArea) -> None:
+        """Keeps an adapter whose source ends with its sender, for workers that come later."""
+        assert request.transport is not None, "an unload receives nothing"
+        self._last_adapter, config = digest, delivery.adapter_config_raw
+        ends = not delivery.refetchable or request.transport.backend in RELAYED
+        if ends and config is not None and digest not in self._adapters and self._offers() is not None:
+            self._adapters[digest] = KeptAdapter(config, area)
+
+    def _is_kept(self, area: StagingArea) -> bool:
+        base = self._kept is not None and self._kept.area is area
+        return base or any(one.area is area for one in list(self._adapters.values()))
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -196,6 +241,7 @@ class Receiver:
         if request.adapter is not None:
             area, self._staged[staging], digest = self._received(receive, delivery, kind="lora", **how)
             self.areas[staging] = area
+            self._keep_adapter(digest, request, delivery, area)
         elif request.base is not None:
             digest = self._receive_changes(staging, request, request.base, delivery, cancelled)
         else:
@@ -257,7 +303,7 @@ class Receiver:
     def loaded(self, staging: str) -> None:
         """Notes that every rank has loaded what `take` returned, and maps it no more."""
         area = self._pool.returned(staging)
-        if area is not None and (self._kept is None or self._kept.area is not area):
+        if area is not None and not self._is_kept(area):
             self._pool.give_back(area)
 
     def staged_area(self, staging: str) -> tuple[Staged, StagingArea]:
@@ -275,7 +321,7 @@ class Receiver:
             self._end_relays()
         self._staged.pop(staging, None)
         area = self.areas.pop(staging, None)
-        if area is not None:
+        if area is not None and not self._is_kept(area):
             self._pool.give_back(area)
         self._partwise.pop(staging, None)
         self._to_keep.pop(staging, None)

@@ -181,7 +181,7 @@ class RecordFollower:
             await self._updates.prepare(request.full_from(Transport.model_validate(transport)))
 
         of_trainer = request.transport is not None and request.transport.backend in RELAYED
-        if of_trainer and request.adapter is None and await self._peers.bring(digest, take):
+        if of_trainer and await self._peers.bring(digest, take):
             log.info("%s took the weights from a peer", self._state.instance_id)
             return
         try:
@@ -191,7 +191,7 @@ class RecordFollower:
         except PlaneError as error:
             if isinstance(error, Conflict) and not isinstance(error, NotAtBase):
                 raise  # an update has the staging
-            if request.adapter is not None or (isinstance(error, InvalidWeights) and not_fitting(error)):
+            if isinstance(error, InvalidWeights) and not_fitting(error):
                 raise
             if of_trainer or not await self._peers.bring(digest, take):
                 raise

@@ -1,4 +1,4 @@
-"""Offers this worker's copy of the weights to other workers, and takes theirs when the recorded source is gone.
+"""Offers this worker's copies to other workers, and takes theirs when the recorded source of a version is gone.
 
 A bucket of its own has the offers. The members' records do not, because each change of those changes the fleet's epoch.
 """
@@ -29,41 +29,62 @@ TRIED = 3
 
 
 class _Place(BaseModel):
-    """An offer: the weights with this digest, and the transport that fetches them (`EngineAdapter.offer`)."""
+    """The weights with this digest, and the transport that fetches them (`EngineAdapter.offer`)."""
 
     digest: str
     transport: Transport
+
+
+class _Offer(BaseModel):
+    """All that one worker offers."""
+
+    places: list[_Place]
     host: str = ""
-    """The machine of the worker that offers them."""
+    """The machine of the worker."""
 
 
 class Peers:
     """One worker's offer, and its access to the offers of others."""
 
     def __init__(
-        self, bus: Bus, subjects: Subjects, adapter: EngineAdapter, transports: Collection[str], host: str
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        adapter: EngineAdapter,
+        transports: Collection[str],
+        host: str,
+        adapters: Callable[[], Collection[str]],
     ) -> None:
-        """`host`: the name of this machine."""
+        """`host`: the name of this machine. `adapters()`: the digests of the adapters that the engine has loaded."""
         self._bus = bus
         self._host = host
         self._offers = subjects.offers
         self._key = bus.name
         self._adapter = adapter
         self._transports = transports
-        self._offered: dict[str, Any] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._loaded = adapters
+        self._offered: list[dict[str, Any]] = []
+        self._offering = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def offer(self) -> None:
-        """Writes in the background where other workers can fetch the engine's copy, if that has changed."""
-        self._task = asyncio.create_task(self._offer())
+        """Writes in the background where other workers can fetch the engine's copies, if that has changed."""
+        task = asyncio.create_task(self._offer())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _offer(self) -> None:
+        async with self._offering:
+            await self._write_offer()
+
+    async def _write_offer(self) -> None:
         try:
-            place = await asyncio.to_thread(self._adapter.offer)
-            if place is not None and place != self._offered:
-                self._offered = place
+            places = await asyncio.to_thread(self._adapter.offer, list(self._loaded()))
+            if places != self._offered:
+                self._offered = places
+                offer = {"places": places, "host": self._host}
                 await self._bus.ensure_bucket(self._offers)
-                await self._bus.put(self._offers, self._key, json.dumps({**place, "host": self._host}).encode())
+                await self._bus.put(self._offers, self._key, json.dumps(offer).encode())
                 await self._bus.keep_newest(self._offers, ">", OFFERS)
                 log.info("%s offers its weights to other workers", self._bus.name)
         except PlaneError as error:
@@ -77,15 +98,16 @@ class Peers:
         if not await self._bus.bucket_exists(self._offers):
             return False
         entries = await self._bus.list_keys(self._offers, ">")
-        found = {
-            entry.key: place
-            for entry in entries
-            if entry.key != self._key and (place := decoded(entry, _Place.model_validate_json)) is not None
-            if place.digest == digest and place.transport.backend in self._transports
-        }
-        for key in nearest(self._key, self._host, {key: place.host for key, place in found.items()})[:TRIED]:
+        found: dict[str, Transport] = {}
+        hosts: dict[str, str] = {}
+        for entry in entries:
+            offer = decoded(entry, _Offer.model_validate_json) if entry.key != self._key else None
+            for place in offer.places if offer is not None else ():
+                if offer is not None and place.digest == digest and place.transport.backend in self._transports:
+                    found[entry.key], hosts[entry.key] = place.transport, offer.host
+        for key in nearest(self._key, self._host, hosts)[:TRIED]:
             try:
-                await take(found[key].transport.model_dump(exclude_unset=True))
+                await take(found[key].model_dump(exclude_unset=True))
             except PlaneError as error:
                 log.info("%s: a peer did not give its weights: %s", self._bus.name, error)
             else:

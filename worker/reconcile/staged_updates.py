@@ -112,7 +112,7 @@ class WeightUpdates:
     """Receives or stages at most one update: staging takes as much memory as a model.
 
     `tell(staged)` is called when what is staged has changed (None: nothing is staged). `tell_cached()` is called when
-    the engine may have a new copy in host memory.
+    the engine may have a new copy in host memory, of the base weights or of an adapter.
     """
 
     def __init__(
@@ -364,8 +364,10 @@ class WeightUpdates:
 
     async def swapped(self) -> None:
         """Notes that the weights are swapped in: the engine may keep a copy of them from now on."""
-        if (taken := self._taken) is not None:
-            self._taken = None
+        taken, self._taken = self._taken, None
+        if taken is None or taken.adapter is not None:
+            self._tell_cached()  # an adapter was loaded or unloaded
+        else:
             await self._read_cached_digest(taken)
 
     def take(self, update_id: str) -> str | None:

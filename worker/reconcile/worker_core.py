@@ -415,7 +415,7 @@ class WorkerCore:
                 f"this worker's model has the digest {self.model_digest}, the fleet's first version is "
                 f"{change.version.digest}: {OTHER_MODEL_FIX}"
             )
-        elif not source.refetchable and (change.name is not None or not source.keep_staged):
+        elif not (source.refetchable or source.keep_staged or change.name is not None):
             why = SOURCE_GONE
         elif self.staged is not None:
             self.state.close("behind", f"waiting for the update {self.staged.update_id}, which is being prepared")

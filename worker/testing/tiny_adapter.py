@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from worker.testing.tiny_model import VOCAB_SIZE, permutation
@@ -24,10 +26,16 @@ _WITNESS_GAIN = 30.0
 
 
 def make_tiny_adapter(
-    model: Path, path: Path, seed: int, r: int = 4, targets: tuple[str, ...] = TARGETS, std: float = _STD
+    model: Path,
+    path: Path,
+    seed: int,
+    r: int = 4,
+    targets: tuple[str, ...] = TARGETS,
+    std: float = _STD,
+    ranks: Mapping[str, int] = MappingProxyType({}),
 ) -> Path:
     """Writes a random adapter for a model directory to `path`, in the model's dtype, and returns `path`. `targets`:
-    names of modules, or their endings."""
+    names of modules, or their endings. `ranks`: endings → the rank of these modules (PEFT's `rank_pattern`)."""
     import torch
 
     weights = _weights(Path(model))
@@ -41,9 +49,11 @@ def make_tiny_adapter(
     for module in sorted(modules):
         weight = weights[f"{module}.weight"]
         outputs, inputs = weight.shape
-        a, b = torch.randn(r, inputs, generator=source), torch.randn(outputs, r, generator=source)
+        rank = next((rank for end, rank in ranks.items() if module.endswith(f".{end}")), r)
+        a, b = torch.randn(rank, inputs, generator=source), torch.randn(outputs, rank, generator=source)
         tensors |= _pair(module, a * std, b * std, weight.dtype)
-    return _write(path, tensors, r=r, lora_alpha=2 * r, target_modules=sorted(targets))
+    config = {"r": r, "lora_alpha": 2 * r, "target_modules": sorted(targets), "rank_pattern": dict(ranks)}
+    return _write(path, tensors, **config)
 
 
 def make_witness_adapter(model: Path, path: Path, seed: int) -> Path:

@@ -40,6 +40,14 @@ class AdapterSource:
             raise InvalidRequest(
                 f"the model has no adapter {adapter_name!r}", field="adapter_name", fix=f"it has: {known}"
             )
+        if is_fsdp1(self._model):
+            for key in ("modules_to_save", "trainable_token_indices"):
+                if getattr(configs[adapter_name], key, None):
+                    raise InvalidRequest(
+                        f"FSDP1 hides the tensors of this adapter's {key}",
+                        field=f"adapter_config.{key}",
+                        fix="shard by FSDP2 (fully_shard), or train without it",
+                    )
         self._adapter_name = adapter_name
         self._dtype = dtype
         self.collective = is_sharded(self._model)

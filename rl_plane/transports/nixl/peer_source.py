@@ -22,15 +22,14 @@ from rl_plane.weights.manifest import ALIGN_BYTES, Manifest, pack
 
 
 class PeerSource:
-    """Offers one set of tensors at a time, and serves one relay. Other workers read the tensors in place."""
+    """Offers sets of tensors, and serves one relay. Other workers read the tensors in place."""
 
     def __init__(self, host: str) -> None:
         self._server = MetadataServer(host, 0)
         self._process = os.getpid()
         self._made: Any = None
-        self._secret = ""
-        self._registered: Any = None
-        self._tensors: Mapping[str, HostTensor] = {}
+        self._offers: dict[str, _Offer] = {}
+        """The offer of each secret."""
         self._relay: _Relay | None = None
         self._ending = threading.Lock()
 
@@ -51,30 +50,28 @@ class PeerSource:
         """The host and port at which other workers ask."""
         return self._server.host, self._server.port
 
-    def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
+    def offer(self, tensors: Mapping[str, HostTensor], adapter_config: bytes | None = None) -> Mapping[str, Any]:
         """Offers tensors, whose memory is lent until `withdraw`. Returns the `transport` object of a request for
         them."""
-        self.withdraw()
-        manifest = Manifest(pack(((name, one.spec) for name, one in tensors.items()), NixlSender.bucket_bytes))
+        buckets = pack(((name, one.spec) for name, one in tensors.items()), NixlSender.bucket_bytes)
+        manifest = Manifest(buckets, adapter_config)
         places = [
             [(address_of_tensor(tensors[placed.name]), placed.spec.nbytes) for placed in bucket.tensors]
             for bucket in manifest.buckets
         ]
         regions = [(address, nbytes, 0, "") for bucket in places for address, nbytes in bucket if nbytes]
-        self._tensors, self._secret = tensors, secrets.token_hex(16)
-        self._registered = self._agent.register_memory(regions, "DRAM")
-        metadata = self._agent.get_partial_agent_metadata(self._registered, True, ["UCX"])
-        self._server.offer(self._secret, metadata, manifest, places)
-        return self._server.transport(self._secret)
+        secret, registered = secrets.token_hex(16), self._agent.register_memory(regions, "DRAM")
+        self._offers[secret] = _Offer(registered, tensors)
+        metadata = self._agent.get_partial_agent_metadata(registered, True, ["UCX"])
+        self._server.offer(secret, metadata, manifest, places)
+        return self._server.transport(secret)
 
-    def withdraw(self) -> None:
-        """Ends the offer. When it returns, no other worker reads the tensors. In a forked child it does nothing."""
-        if not self._is_ours:
-            return
-        self._server.withdraw(self._secret)
-        if self._registered is not None:
-            self._agent.deregister_memory(self._registered)
-        self._registered, self._tensors = None, {}
+    def withdraw(self, secret: str) -> None:
+        """Ends an offer. When it returns, no other worker reads its tensors. In a forked child it does nothing."""
+        offer = self._offers.pop(secret, None) if self._is_ours else None
+        if offer is not None:
+            self._server.withdraw(secret)
+            self._agent.deregister_memory(offer.registered)
 
     def relay(self, secret: str, places: Sequence[Sequence[memoryview]]) -> RelayOffer:
         """Serves the buckets of the update with this secret to other workers, each once it is announced.
@@ -97,13 +94,21 @@ class PeerSource:
                 self._agent.deregister_memory(relay.registered)
 
     def close(self) -> None:
-        """Ends the offer and the server. In a forked child it does nothing."""
+        """Ends all offers and the server. In a forked child it does nothing."""
         if not self._is_ours:
             return
         self.end_relay()
-        self.withdraw()
+        for secret in list(self._offers):
+            self.withdraw(secret)
         self._server.close()
         self._made = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    registered: Any
+    tensors: Mapping[str, HostTensor]
+    """Keeps the memory from being freed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,12 +105,12 @@ class NixlTransport(RelayingTransport):
             connection.close()
             raise
 
-    def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
-        return self.peer_source().offer(tensors)
+    def offer(self, tensors: Mapping[str, HostTensor], adapter_config: bytes | None = None) -> Mapping[str, Any]:
+        return self.peer_source().offer(tensors, adapter_config)
 
-    def withdraw(self) -> None:
+    def withdraw(self, transport: Mapping[str, Any]) -> None:
         if self._peer_source is not None:
-            self._peer_source.withdraw()
+            self._peer_source.withdraw(transport["secret"])
 
     def peer_source(self) -> PeerSource:
         """From it other workers read what this process has. It listens from now on."""

@@ -181,12 +181,12 @@ class SlowOffer(FilesystemTransport, OfferingTransport):
         super().__init__(TransportContext((root,)))
         self.begun, self.go_on = threading.Event(), threading.Event()
 
-    def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
+    def offer(self, tensors: Mapping[str, HostTensor], adapter_config: bytes | None = None) -> Mapping[str, Any]:
         self.begun.set()
         assert self.go_on.wait(BOUND_S)
         return {"backend": "filesystem"}
 
-    def withdraw(self) -> None: ...
+    def withdraw(self, transport: Mapping[str, Any]) -> None: ...
 
 
 async def test_an_adapter_is_swapped_while_the_copy_is_being_offered(
@@ -207,7 +207,7 @@ async def test_an_adapter_is_swapped_while_the_copy_is_being_offered(
         assert engine.cached_digest() == model_digest(new)
     finally:
         slow.go_on.set()
-    assert await offering == {"digest": model_digest(new), "transport": {"backend": "filesystem"}}
+    assert await offering == [{"digest": model_digest(new), "transport": {"backend": "filesystem"}}]
 
 
 async def test_an_adapter_is_relabelled(base: Path, loras: list[Path]) -> None:

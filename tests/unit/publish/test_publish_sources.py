@@ -314,7 +314,16 @@ def test_an_adapter_is_what_peft_saves(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path / "model", 1))
-    config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        r=4,
+        task_type="CAUSAL_LM",
+        target_modules=["q_proj", "v_proj"],
+        init_lora_weights=False,
+        use_dora=True,
+        rank_pattern={"v_proj": 2},
+        bias="all",
+        modules_to_save=["lm_head"],
+    )
     model = get_peft_model(base, config)
     model.save_pretrained(tmp_path / "saved")
     assert digest_of(AdapterSource(model).take()) == adapter_digest(tmp_path / "saved")

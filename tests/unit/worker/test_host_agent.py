@@ -18,13 +18,13 @@ import pytest
 
 from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
-from rl_plane.protocol.versions import TensorSpec
+from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import TransportContext
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import stop_process
 from tests.support.host_ranks import OneHost
-from tests.support.receive_requests import files_request
+from tests.support.receive_requests import files_request, named_request
 from worker.engines.fake.adapter import make_fake_model
 from worker.receive.host_agent import windows
 from worker.receive.host_agent.host_agent_client import HostAgentClient
@@ -148,11 +148,10 @@ def test_the_copy_is_offered_to_other_workers(one_host: OneHost, new: Path) -> N
     host = one_host.host
     host.open(*files_request("s", new, keep=True))
     host.receive("s", never)
-    assert host.offer() is None, "it is not swapped in"
+    assert host.offer() == [], "it is not swapped in"
     host.take("s")
-    place = host.offer()
-    assert place is not None
-    assert place == host.offer()
+    (place,) = host.offer()
+    assert [place] == host.offer()
     assert place["digest"] == model_digest(new)
     transport = NixlTransport(TransportContext())
     delivery = transport.open(place["transport"], "base")
@@ -160,9 +159,45 @@ def test_the_copy_is_offered_to_other_workers(one_host: OneHost, new: Path) -> N
     delivery.close()
     host.open(*files_request("t", new))
     host.receive("t", never)
-    assert host.offer() is None
+    assert host.offer() == []
     with pytest.raises(InvalidRequest, match="source_gone"):
         transport.open(place["transport"], "base")
+
+
+@pytest.mark.engines("nixl")
+def test_adapters_of_a_source_that_may_end_are_offered_while_they_are_loaded(
+    one_host: OneHost, new: Path, tmp_path: Path
+) -> None:
+    from rl_plane.transports.nixl.receiver import NixlTransport
+
+    host, transport, config = one_host.host, NixlTransport(TransportContext()), b'{"peft_type": "LORA"}'
+    digests = []
+    for name, data in (("s", b"abcd"), ("t", b"efgh")):
+        tensors = {"LORA.a": HostTensor(TensorSpec("U8", (4,)), memoryview(bytearray(data)))}
+        source = dict(transport.offer(tensors, config))
+        host.open(*named_request(name, source, kind="lora"))
+        digests.append(host.receive(name, never)["digest"])
+        transport.withdraw(source)
+        assert len(host.offer(digests[:-1])) == len(digests) - 1, "the last one is on its way into the engine"
+        host.discard(name)  # the ranks have their own form of it
+        host.open(*files_request(f"base {name}", new))
+        host.receive(f"base {name}", never)
+        assert [place["digest"] for place in host.offer(digests)] == digests
+    one, two = host.offer(digests)
+    for place in (one, two):
+        with contextlib.closing(transport.open(place["transport"], "lora")) as delivery:
+            stream = DigestingStream(delivery, expected_digest=place["digest"])
+            assert [name for name, _ in stream] == ["LORA.a"]
+    assert host.offer(digests[1:]) == [two]
+    with pytest.raises(InvalidRequest, match="source_gone"):
+        transport.open(one["transport"], "lora")
+    path = tmp_path / "adapter"
+    path.mkdir()
+    (path / "adapter_config.json").write_bytes(config)
+    write_safetensors(path / "adapter_model.safetensors", {"LORA.a": (TensorSpec("U8", (4,)), b"file")})
+    host.open(*files_request("u", path, kind="lora"))
+    of_files = host.receive("u", never)["digest"]
+    assert host.offer([*digests, of_files]) == [two], "files stay where they are"
 
 
 def test_an_adapter_is_checked_by_a_rank_and_staged_once(one_host: OneHost, tmp_path: Path) -> None:

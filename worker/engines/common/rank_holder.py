@@ -166,14 +166,15 @@ class RankHolder(ABC):
         """Returns what the config asks for, the modules that it changes, and the tensors that it must have."""
         most = self._max_rank()
         lora = parse_lora(config)
-        if lora.r > most:
-            raise InvalidWeights(
-                f"the adapter's rank is {lora.r}, this engine takes {most}",
-                field="adapter_config.r",
-                fix="start it with a larger --engine-arg max_lora_rank",
-            )
         linear = self._linear_modules()
         modules = target_modules(lora, linear.shapes, linear.others)
+        rank = max(map(lora.rank_of, modules))
+        if rank > most:
+            raise InvalidWeights(
+                f"the adapter's rank is {rank}, this engine takes {most}",
+                field="adapter_config.rank_pattern" if rank != lora.r else "adapter_config.r",
+                fix="start it with a larger --engine-arg max_lora_rank",
+            )
         self._check_targets(lora, modules)
         return lora, modules, lora_spec(lora, modules, linear.shapes, dict.fromkeys(modules, self._dtype))
 

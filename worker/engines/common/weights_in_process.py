@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rl_plane._util.tasks import Cancelled
@@ -53,8 +53,8 @@ class WeightsInProcess(EngineAdapter):
     async def discard(self, staging: str) -> None:
         await asyncio.to_thread(self.receiver.discard, staging)
 
-    def offer(self) -> dict[str, Any] | None:
-        return self.receiver.offer()
+    def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
+        return self.receiver.offer(adapters)
 
     def relay_address(self) -> tuple[str, int] | None:
         return self.receiver.relay_address()

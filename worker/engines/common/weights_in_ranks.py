@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rl_plane._util.tasks import Cancelled
@@ -120,8 +120,8 @@ class WeightsInRanks(EngineAdapter):
         if all(row.get("copied") for row in rows):
             await asyncio.to_thread(self.host.loaded, staging)
 
-    def offer(self) -> dict[str, Any] | None:
-        return self.host.offer()
+    def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
+        return self.host.offer(adapters)
 
     def relay_address(self) -> tuple[str, int] | None:
         return self.host.relay_address()

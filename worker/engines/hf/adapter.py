@@ -104,7 +104,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         self._model = load_model(AutoModelForCausalLM, self._options)
         self._experts = ExpertRecorder(self._model)
         weights = ModelWeights(self._model, saved_specs(path))
-        self._holder = HfHolder(weights, ModelAdapters(self._model), self._forget_weights)
+        self._holder = HfHolder(weights, ModelAdapters(self._model, weights.spec), self._forget_weights)
         self.receiver = receiver = Receiver(
             self._holder, load_transports(self._options.places, str(self._model.device))
         )

@@ -193,9 +193,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
     def score(self, sequences: list[list[int]], adapter: str | None) -> list[list[float]]:
         """Runs a forward of its own without a cache, for as many sequences at once as a step has tokens."""
         check_adapter(adapter, self.adapter_versions, "adapter")
-        self._adapters.activate(adapter)
-        most = self.continuous_batching_config.max_batch_tokens
-        return [row for batch in in_batches(sequences, most) for row in score_batch(self.model, batch)]
+        model, most = self._adapters.model_of(adapter), self.continuous_batching_config.max_batch_tokens
+        return [row for batch in in_batches(sequences, most) for row in score_batch(model, batch)]
 
     def stop_loop(self) -> None:
         self._stopping = True
@@ -258,12 +257,12 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         scheduler.schedule_batch = schedule_batch
 
     def _watch_forward(self, runner: Any) -> None:
-        """Records prompt logprobs and experts. The library computes the logits of last tokens only; if a batch has a
-        prompt to score, it computes all."""
+        """Runs the model with the adapter whose turn it is, and records prompt logprobs and experts. The library
+        computes the logits of last tokens only; if a batch has a prompt to score, it computes all."""
         forward = runner._forward_process_and_sample
 
-        def forward_and_watch(model: Any, batch_data: dict[str, Any], *rest: Any) -> None:
-            watched, row = [], 0
+        def forward_and_watch(_: Any, batch_data: dict[str, Any], *rest: Any) -> None:
+            model, watched, row = self._adapters.model_of(self._adapter), [], 0
             for future in self.batch_processor.inputs_and_outputs.requests_in_batch:
                 stream, end = self._live[future.state.request_id], row + future.query_length
                 if stream.scores_prompt or stream.request.routed_experts:
@@ -335,7 +334,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
     def _step(self, batch_processor: Any, adapter: str | None) -> bool:
         """Runs a forward for the requests of one adapter that fit. Returns whether there were any."""
         self._adapter = adapter
-        self._adapters.activate(adapter)
         if not batch_processor.prepare_next_batch():
             return False
         self._generation_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
+from worker.engines.common.even_ranks import with_even_ranks
 from worker.engines.common.lora import SWITCH_ON, LoraConfig, lora_spec
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
@@ -54,6 +56,7 @@ class SglangHolder(RankHolder):
     ) -> SglangStagedAdapter:
         lora, modules, spec = self._adapter(config)
         staged = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
+        lora, staged = with_even_ranks(lora, modules, staged)
         return SglangStagedAdapter(lora, self._nothing_beside(lora, modules) | staged)
 
     def _nothing_beside(self, lora: LoraConfig, modules: list[str]) -> dict[str, torch.Tensor]:
@@ -158,7 +161,8 @@ def _sglang_config(lora: LoraConfig) -> Any:
         {
             "peft_type": "LORA",
             "r": lora.r,
-            "lora_alpha": lora.scaling * lora.r,  # SGLang scales by alpha / r, with rslora too
+            # SGLang scales by alpha / r, with rslora too. An adapter with patterns has none any more when it is loaded.
+            "lora_alpha": lora.alpha * (math.sqrt(lora.r) if lora.rslora else 1.0),
             "target_modules": sorted(lora.targets),
         }
     )

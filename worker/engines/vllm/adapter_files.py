@@ -12,12 +12,11 @@ from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, TensorSpec
 from rl_plane.weights.checkpoint import ADAPTER_NAME
 from rl_plane.weights.safetensors_file import write_atomically, write_safetensors
 from worker.engines.common.lora import LoraConfig
+from worker.engines.common.torch_weights import NAME_OF_DTYPE
 
 
-def write_adapter(
-    path: Path, lora: LoraConfig, modules: list[str], spec: Mapping[str, TensorSpec], tensors: Mapping[str, Any]
-) -> None:
-    """`tensors`: torch tensors with the shapes and dtypes of `spec`."""
+def write_adapter(path: Path, lora: LoraConfig, modules: list[str], tensors: Mapping[str, Any]) -> None:
+    """`lora`: without patterns. `tensors`: torch tensors."""
     import torch
 
     path.mkdir(mode=0o700)
@@ -34,7 +33,10 @@ def write_adapter(
     write_safetensors(
         path / ADAPTER_NAME,
         {
-            name: (spec[name], tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            name: (
+                TensorSpec(NAME_OF_DTYPE[tensor.dtype], tuple(tensor.shape)),
+                tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+            )
             for name, tensor in tensors.items()
         },
     )

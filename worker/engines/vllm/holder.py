@@ -13,6 +13,7 @@ import torch
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
+from worker.engines.common.even_ranks import with_even_ranks
 from worker.engines.common.lora import SWITCH_ON, LoraConfig
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
@@ -82,12 +83,13 @@ class VllmHolder(RankHolder):
     ) -> VllmStagedAdapter:
         lora, modules, spec = self._adapter(config)
         copies = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
+        lora, copies = with_even_ranks(lora, modules, copies)
         if self._rank != 0:
             return VllmStagedAdapter(None)  # all ranks read the first one's files
         self._staged_adapters += 1
         path = self._directory / f"adapter-{self._staged_adapters}"
         staged = VllmStagedAdapter(path)
-        write_adapter(path, lora, modules, spec, copies)
+        write_adapter(path, lora, modules, copies)
         return staged
 
     def files_of_adapter(self, staging: str) -> str | None:

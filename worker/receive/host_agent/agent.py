@@ -36,7 +36,7 @@ class HostAgent:
         return {
             "ping": lambda body, cancelled: None,
             "begin": self._begin,
-            "offer": lambda body, cancelled: self.receiver.offer(),
+            "offer": lambda body, cancelled: self.receiver.offer(body["adapters"]),
             "relay_address": lambda body, cancelled: self.receiver.relay_address(),
             "open": lambda body, cancelled: self.receiver.open(
                 body["staging"], ReceiveRequest.model_validate(body["request"]), body["limits"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +136,9 @@ class HostAgentClient:
         found = self._ask("relay_address")
         return None if found is None else (found[0], found[1])
 
-    def offer(self) -> dict[str, Any] | None:
-        place: dict[str, Any] | None = self._ask("offer")
-        return place
+    def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
+        places: list[dict[str, Any]] = self._ask("offer", {"adapters": list(adapters)})
+        return places
 
     def init_transport(self, config: Mapping[str, Any]) -> None:
         self._ask("init_transport", config, timeout_s=INIT_TIMEOUT_S)
