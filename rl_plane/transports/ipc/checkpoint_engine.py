@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_plane._util.tasks import Cancelled, never
@@ -44,6 +44,7 @@ LOOK_MS = 100
 """Milliseconds between two looks at `cancelled`."""
 TELL_S = 10.0
 """The time in seconds to tell the server of an error, and to hear what it sends then."""
+DROPPED = "the update was dropped"
 FIELD = "transport.zmq_handles"
 FIX = "update with checkpoint-engine's parameter server, which makes the sockets"
 
@@ -58,6 +59,7 @@ class CheckpointEngineDelivery(PartwiseDelivery):
         self._gpus, self._addresses = _own(handles, cuda, devices)
         self._zmq = _import_zmq()
         self._began = False
+        self._running: Generator[tuple[str, HostTensor]] | None = None
         self._sockets: list[Any] = []
         self._owed = set[int]()
         """The sockets whose server waits for an answer."""
@@ -77,26 +79,33 @@ class CheckpointEngineDelivery(PartwiseDelivery):
         )
 
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
+        self._running = self._tensors(cancelled)
+        return self._running
+
+    def _tensors(self, cancelled: Cancelled) -> Generator[tuple[str, HostTensor]]:
         self._began = True
         with self._connected():
             try:
                 yield from self._received(cancelled)
-            except PlaneError as error:
-                self._tell(error.message)
+            except (PlaneError, GeneratorExit) as error:
+                self._tell(error.message if isinstance(error, PlaneError) else DROPPED)
                 raise
         self._check_specs(self._wanted, self._came)
         for name in self._specs.keys() - self._came.keys():
             del self._specs[name]  # it is tied to another tensor, and was left out
 
     def close(self) -> None:
-        """Ends the delivery. The servers of one that never began hear of it, on a thread because they may be slow."""
-        if not self._began:
+        """Ends the delivery. If it ends between two tensors, the servers hear of it now. The servers of one that never
+        began hear of it on a thread, because they may be slow."""
+        if self._began and self._running is not None:
+            self._running.close()
+        elif not self._began:
             self._began = True
             threading.Thread(target=self._refuse, name="checkpoint-engine", daemon=True).start()
 
     def _refuse(self) -> None:
         with self._connected():
-            self._tell("the update was dropped")
+            self._tell(DROPPED)
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[None]:
