@@ -211,13 +211,15 @@ class CheckpointEngineDelivery(PartwiseDelivery):
 
     def _tell(self, why: str) -> None:
         """Answers each server's present or next message with an error, so that it ends its update. A server then sends
-        its own error to every rank, and would wait for ever if this one had left."""
+        its own error to every rank, or, at its end, asks once more. It would wait for ever if this one had left."""
         until = time.monotonic() + TELL_S
         with contextlib.suppress(self._zmq.ZMQError):
             self._take_next(until, [number for number in range(len(self._sockets)) if number not in self._owed])
             told = sorted(self._owed)
-            self._answer(why or "the update has failed")
+            why = why or "the update has failed"
+            self._answer(why)
             self._take_next(until, told)
+            self._answer(why)
 
     def _take_next(self, until: float, numbers: Iterable[int]) -> None:
         """Takes the next message of these sockets, if it comes in time from a server that lives."""
