@@ -29,14 +29,14 @@ from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.replicas import scores_of_replicas
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
-from worker.engines.common.tool_calls import ARGUMENT, NO_PARSER, ToolCallParsing
+from worker.engines.common.tool_call_parsing import ARGUMENT, NO_PARSER, ToolCallParsing
 from worker.engines.sglang.args import parse_arguments
 from worker.engines.sglang.limits import RAW_EMBEDDING, check_model, check_pooling, lora_targets_on_cpu
 from worker.engines.sglang.lora_references import lora_reference
 from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.scorer import NO_PIPELINE
+from worker.engines.sglang.sglang_tool_parsers import calls_of, has_parser
 from worker.engines.sglang.streams import Experts, Feeder
-from worker.engines.sglang.tool_calls import calls_of, has_parser
 
 FLUSH_WAIT_S = 2.0
 """Seconds that a flush waits for the engine to notice that it is idle: right after a request it has not noticed yet."""

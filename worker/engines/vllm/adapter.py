@@ -29,7 +29,7 @@ from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.replicas import scores_of_replicas
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
-from worker.engines.common.tool_calls import NO_PARSER, ToolCallParsing
+from worker.engines.common.tool_call_parsing import NO_PARSER, ToolCallParsing
 from worker.engines.vllm.args import parse_arguments, pooling_arguments
 from worker.engines.vllm.core_load import METHOD as LOAD
 from worker.engines.vllm.core_load import total_load
@@ -39,7 +39,7 @@ from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
 from worker.engines.vllm.scorer import METHOD
 from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, ReleasedMemory, SleepCall
 from worker.engines.vllm.streams import Streams
-from worker.engines.vllm.tool_calls import calls_of, check_parser, chosen_parser
+from worker.engines.vllm.vllm_tool_parsers import calls_of, check_parser, chosen_parser
 
 KEPT_STATES = 256
 """The number of updates that the engine remembers. A request that is older has tokens of unknown versions."""

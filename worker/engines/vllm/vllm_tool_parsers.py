@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.worker_ops import ParsedCall
-from worker.engines.common.tool_calls import ARGUMENT
+from worker.engines.common.tool_call_parsing import ARGUMENT
 
 
 def chosen_parser(extra: Mapping[str, str]) -> str | None:
