@@ -127,6 +127,10 @@ FEATURES = {
             "test_hf_generation::test_the_engine_tells_what_it_is",
         ),
     ),
+    "parse_tool_calls": Feature(
+        "tool calls that the model makes by itself, with `--engine-arg tool_call_parser`",
+        ("test_mixed_fleet::test_a_text_has_its_form_by_every_route",),
+    ),
     "generate:cache_salt": Feature(
         "`cache_salt` in a request",
         (

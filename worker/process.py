@@ -24,6 +24,7 @@ from rl_plane._util.processes import exit_within, spare_collector
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.membership.core import PARSES_CALLS
 from rl_plane.protocol.subjects import Subjects, check_instance_id
 from rl_plane.transports.http.allowed import Allowed
 from worker import exit_codes
@@ -503,6 +504,7 @@ class WorkerProcess:
                 "lacks": lacking_fields(info.capabilities),
                 "max_prompt_top_logprobs": info.max_prompt_top_logprobs,
                 "kv_tokens": info.kv_tokens,
+                PARSES_CALLS: "parse_tool_calls" not in info.capabilities,
                 "task": options.task,
                 "dimension": info.dimension,
                 "labels": list(info.labels),

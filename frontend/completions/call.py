@@ -84,6 +84,8 @@ class GenerationCall:
                 async with aclosing(run) as events:
                     async for index, event in events:
                         self._take(index, event)
+                for choice in self._choices:
+                    await self._read_calls(choice)
                 self._check_again()
                 self._count_ends()
             except PlaneError as error:
@@ -106,6 +108,7 @@ class GenerationCall:
                         offset = len(choice.text)
                         self._take(index, event)
                         if isinstance(event, GenerateDelta) and not event.is_ahead:
+                            await self._read_calls(choice)
                             yield to_json(chunks.of(choice, event, offset))
                             begun = True
                 self._count_ends()
@@ -134,7 +137,16 @@ class GenerationCall:
         model = models.name_of(plan.model)
         if (adapter := models.adapter_of(plan.model)) is not None:
             self._plan = plan = plan.with_adapter(adapter)
+        if plan.auto_tools is not None and not await self._service.call_reader.reads(plan.auto_tools):
+            self._plan = replace(plan, auto_tools=None)  # the text has the calls as the model wrote them
         return model, self._events()
+
+    async def _read_calls(self, choice: Choice) -> None:
+        """Reads the calls of a choice that has ended, if the caller wants them."""
+        tools = self._plan.auto_tools
+        if tools is not None and choice.finish_reason == "stop":
+            request_id = self._plan.requests[choice.index].id
+            choice.rest, choice.calls = await self._service.call_reader.calls_of(choice, tools, request_id)
 
     async def _aborted_events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """The events of a call that was aborted before a worker was there."""

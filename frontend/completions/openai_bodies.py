@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from frontend.completions.auto_tools import AutoTools
 from frontend.completions.forced_tools import REQUIRED, ChosenTool, Forced, forced_form
 from frontend.completions.messages import STRICT, TemplateBody
 from frontend.completions.structured_fields import (
@@ -208,8 +209,9 @@ class ChatBody(GenerationBody, TemplateBody):
     """POST /v1/chat/completions. With `prompt_token_ids`, the fields of the template are checked and have no effect."""
 
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
-    """none: the template gets no tools. auto: calls stand in the text as the model wrote them. required, or a named
-    function: the text has the form of such calls, and the message has them as `tool_calls`."""
+    """none: the template gets no tools. auto: a worker's parser reads the calls that the model has written, and the
+    message has them as `tool_calls`; the default, where a worker has a parser. required, or a named function: the text
+    has the form of such calls, and the message has them as `tool_calls`."""
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -220,6 +222,13 @@ class ChatBody(GenerationBody, TemplateBody):
         """The `tool_choice`, if it forces calls."""
         choice = self.tool_choice
         return choice if isinstance(choice, ChosenTool) or choice == REQUIRED else None
+
+    @property
+    def auto_tools(self) -> AutoTools | None:
+        """The tools that the model may call by itself."""
+        if not self.tools or self.tool_choice not in (None, "auto"):
+            return None
+        return AutoTools(tuple(self.tools), is_asked_for=self.tool_choice is not None)
 
     def each_form(self) -> Iterator[Found]:
         yield from super().each_form()

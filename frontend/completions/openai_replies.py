@@ -197,7 +197,7 @@ def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
     content: dict[str, Any] = {"text": choice.prompt_text + choice.text}
     calls = _calls(plan, choice)
     if plan.chat:
-        said = {"content": choice.text} if calls is None else {"content": "", "tool_calls": calls}
+        said = {"content": choice.text} if calls is None else {"content": choice.rest, "tool_calls": calls}
         content = {"message": {"role": "assistant", **said}}
     logprobs = None
     if plan.logprobs:
@@ -225,15 +225,16 @@ def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
 
 
 def _calls(plan: Plan, choice: Choice) -> list[dict[str, Any]] | None:
-    """The forced calls of a choice that has ended. None: no call was forced, or the text ends within one."""
+    """The calls of a choice that has ended. None: there is none, or the text ends within one."""
     if plan.forced is None:
-        return None
+        return choice.calls
     return calls_of(choice.text, plan.forced, plan.requests[choice.index].id)
 
 
 def _finish_reason(plan: Plan, choice: Choice, calls: list[dict[str, Any]] | None) -> str | None:
-    """vLLM's: a named function that was called ends with `stop`, required calls end with `tool_calls`."""
-    return "tool_calls" if calls is not None and plan.forced == REQUIRED else choice.finish_reason
+    """vLLM's: a named function that was called ends with `stop`, other calls end with `tool_calls`."""
+    is_named = plan.forced not in (None, REQUIRED)
+    return "tool_calls" if calls is not None and not is_named else choice.finish_reason
 
 
 class Chunks:
@@ -292,11 +293,12 @@ class Chunks:
         return chunk
 
     def _said(self, choice: Choice, delta: GenerateDelta, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-        """Forced calls come whole, in the last chunk. A text that ends within a call comes there as it is."""
-        if self._plan.forced is None:
+        """Calls come whole, in the last chunk. So does a text that may have calls, or ends within one."""
+        if self._plan.forced is None and self._plan.auto_tools is None:
             return {"content": delta.text}
         if calls is not None:
-            return {"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}
+            rest = {"content": choice.rest} if choice.rest else {}
+            return {**rest, "tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}
         return {"content": choice.text if delta.finish_reason is not None else ""}
 
     def usage(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from frontend.completions.auto_tools import AutoTools
 from frontend.completions.forced_tools import Forced, check_choice
 from frontend.completions.messages import refuse_in_messages, without_nulls_in_messages
 from frontend.completions.openai_bodies import (
@@ -74,6 +75,8 @@ class Plan:
     """With `echo`: the number of likeliest tokens beside each token of the prompt in the logprobs."""
     forced: Forced | None = None
     """The `tool_choice`, if it forces calls."""
+    auto_tools: AutoTools | None = None
+    """The tools that the model may call by itself, if the reply shall have its calls apart from its text."""
     any_length: bool = False
     """The caller did not choose `max_tokens`, so fewer tokens will do where there is no room for so many."""
 
@@ -326,6 +329,7 @@ def _plan(
         echo=echo is not None,
         echoed_tops=(echo.logprobs or 0) if echo is not None else 0,
         forced=body.forced if isinstance(body, ChatBody) else None,
+        auto_tools=body.auto_tools if isinstance(body, ChatBody) else None,
         any_length=max_tokens is None,
     )
 

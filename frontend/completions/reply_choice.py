@@ -42,6 +42,10 @@ class Choice(ChoiceTokens):
     prompt_text: str = ""
     """Empty unless it was asked for."""
     routed_experts: RoutedExperts | None = None
+    calls: list[dict[str, Any]] | None = None
+    """The calls that a worker's parser has found in the text. None: none, or the text was not parsed."""
+    rest: str = ""
+    """The text without these calls."""
     pooled: bytes | None = None
     """The packed vector, if the call asks for one."""
     is_unlabelled: bool = False

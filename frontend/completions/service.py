@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
+from frontend.completions.auto_tools import CallReader
 from frontend.completions.caller_ids import CallerIds
 from frontend.completions.plans import Plan
 from frontend.completions.served_models import ServedModels, names_of
@@ -18,6 +19,7 @@ from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.records.rollout_record import RolloutRecord
 from frontend.routing.committed import Committed
 from frontend.routing.engine_client import EngineClient
+from rl_plane.client import RlClient
 from rl_plane.errors import FrontendEnding, NoWorkers, Overloaded, PlaneError, Unavailable
 from rl_plane.membership.core import Changed, Snapshot
 from rl_plane.membership.view import MembershipView
@@ -30,6 +32,7 @@ class Generation:
     def __init__(
         self,
         engines: EngineClient,
+        client: RlClient,
         view: MembershipView,
         committed: Committed,
         wait_s: float,
@@ -52,6 +55,7 @@ class Generation:
         self.in_flight = 0
         """Choices under way."""
         self.caller_ids = CallerIds()
+        self.call_reader = CallReader(client, view)
         self._is_leaving = False
         self._idle = asyncio.Event()
         self._idle.set()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from frontend.completions.any_worker import ask_any
 from frontend.completions.messages import (
     STRICT,
     ChatMessage,
@@ -21,21 +21,9 @@ from frontend.components.component_chooser import ChooseComponent
 from frontend.components.served_component import ServedComponent
 from frontend.server.bodies import read_json
 from frontend.server.replies import json_response
-from rl_plane.errors import (
-    DeadlineExceeded,
-    EngineFailed,
-    NotFound,
-    PlaneError,
-    Unavailable,
-    WorkerLost,
-    WrongIncarnation,
-)
 from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, TokenId
 from rl_plane.protocol.validation import parse_body
 from rl_plane.protocol.worker_ops import Tokenize
-
-MAX_ASKED = 3
-"""The number of workers that are asked, one after another, while each dies or leaves before it answers."""
 
 
 class TokenizeBody(TemplateBody):
@@ -112,16 +100,4 @@ class Tokens:
 
 async def _ask(component: ServedComponent, op: str, body: dict[str, Any]) -> dict[str, Any]:
     component.generation.check_served()
-    members = component.view.snapshot().members
-    last: PlaneError | None = None
-    for member in random.sample(members, min(MAX_ASKED, len(members))):
-        try:
-            row = await component.client.call(member.instance_id, op, body)
-        except (Unavailable, DeadlineExceeded, EngineFailed) as error:
-            last = error
-        except (NotFound, WrongIncarnation):
-            last = WorkerLost("the worker left just now", instance_id=member.instance_id, retry_after_s=1.0)
-        else:
-            return dict(row.body)
-    assert last is not None, "some worker was asked"
-    raise last
+    return await ask_any(component.client, component.view.snapshot().members, op, body)

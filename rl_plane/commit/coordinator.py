@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rl_plane._util import tracing
@@ -18,6 +20,7 @@ from rl_plane.commit.cancellation import cancelled
 from rl_plane.commit.commands import machine_for
 from rl_plane.commit.journal import Journal
 from rl_plane.commit.phase_span import asked_of, note_event
+from rl_plane.commit.preparation import STOP_S
 from rl_plane.commit.rules import gave_up, newest, serves, still_there
 from rl_plane.commit.steps import (
     Announce,
@@ -29,6 +32,7 @@ from rl_plane.commit.steps import (
     Event,
     Failed,
     Instruction,
+    Needs,
     RecordAcks,
     ResolveWrite,
     Result,
@@ -45,7 +49,7 @@ from rl_plane.commit.steps import (
     Write,
     Written,
 )
-from rl_plane.errors import BusUnreachable, PlaneError, Unavailable
+from rl_plane.errors import BusUnreachable, EngineFailed, PlaneError, Unavailable, UpdateAborted
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.view import MembershipView
 from rl_plane.membership.worker_calls import WorkerCalls
@@ -62,7 +66,8 @@ WATCH_GRACE_S = 10.0
 """Added to the commit's own time-out, because a NATS server takes seconds to restart."""
 BACK_S = SERVING_LEASE_S + LEASE_MARGIN_S + TAKEOVER_S
 """This long after an outage of NATS each worker has opened by itself."""
-
+STOPPED: tuple[type[PlaneError], ...] = (EngineFailed, UpdateAborted)
+"""The errors of a worker whose receive was cancelled."""
 
 TIMED = frozenset({"prepare", "receive", "gate", "commit", "roll", "leases", "open"})
 """The phases whose seconds the reply and the history have."""
@@ -150,10 +155,11 @@ class Coordinator:
             case ResolveWrite():
                 await self._record.refence()
                 return await self._survey()
-            case SendOp(_, op, body, workers, timeout_s, each, together):
-                if together is not None:
-                    return Answered(await self._ask_together(op, body, workers, timeout_s, together))
-                replies = await self._ask(op, body, workers, timeout_s, each)
+            case SendOp(_, op, body, workers, timeout_s, each, needs):
+                if needs is None:
+                    replies = await self._ask(op, body, workers, timeout_s, each)
+                else:
+                    replies = await self._ask_needed(op, body, workers, timeout_s, each, needs)
                 self._note_sources(replies)
                 return Answered(replies)
             case Announce():
@@ -218,9 +224,11 @@ class Coordinator:
     ) -> list[WorkerReply]:
         """Sends the op to the workers that are still members. The local view suffices: the subject of a worker that has
         just left has no subscriber, so NATS answers at once."""
+        return await self._ask_members(op, body, self._members_among(workers), timeout_s, each)
+
+    def _members_among(self, workers: Iterable[str]) -> list[Member]:
         wanted = set(workers)
-        members = [member for member in self._view.snapshot() if member.instance_id in wanted]
-        return await self._ask_members(op, body, members, timeout_s, each)
+        return [member for member in self._view.snapshot() if member.instance_id in wanted]
 
     def _note_sources(self, replies: Iterable[WorkerReply]) -> None:
         for reply in replies:
@@ -229,36 +237,56 @@ class Coordinator:
         if self.sources and self._journal is not None:
             self._journal.note_sources(self.sources)
 
-    async def _ask_together(
-        self, op: str, body: Mapping[str, Any], workers: Sequence[str], timeout_s: float | None, update_id: str
+    async def _ask_needed(
+        self,
+        op: str,
+        body: Mapping[str, Any],
+        workers: Sequence[str],
+        timeout_s: float | None,
+        each: Mapping[str, Mapping[str, Any]],
+        needs: Needs,
     ) -> list[WorkerReply]:
-        """Sends the op to workers that wait for each other. The first one that fails ends the update on all of them."""
-        wanted = set(workers)
-        members = [member for member in self._view.snapshot() if member.instance_id in wanted]
-        failed = asyncio.Event()
+        """Sends the op to workers that an update needs. When the failures decide that it can't be committed, this tells
+        all of them to stop, and waits STOP_S for their replies. The first failure comes first: it may be the cause of
+        others."""
+        members = self._members_among(workers)
+        failed = set(workers) - {member.instance_id for member in members}
+        replies: dict[str, WorkerReply] = {}
+        lost = asyncio.Event()
         first: list[str] = []
-        if len(members) < len(wanted):
-            failed.set()  # the other workers would wait for the one that has left
+        if needs.are_lost(failed, len(workers)):
+            lost.set()
 
         def heard(reply: WorkerReply) -> None:
+            told_before = lost.is_set() and type(reply.error) in STOPPED
+            replies[reply.instance_id] = replace(reply, stopped=told_before)
             if not reply.ok:
                 first.append(reply.instance_id)
-                failed.set()
+                failed.add(reply.instance_id)
+                if needs.are_lost(failed, len(workers)):
+                    lost.set()
 
-        async def end_for_all() -> None:
-            await failed.wait()
-            await self._ask_members("abort_update", {"update_id": update_id}, members, None)
+        async def stop_all() -> None:
+            await lost.wait()
+            with contextlib.suppress(PlaneError):  # the caller aborts once more
+                await self._ask_members("abort_update", {"update_id": needs.update_id}, members, STOP_S)
 
-        end = asyncio.create_task(end_for_all())
+        asking = asyncio.create_task(
+            self._calls.ask(self._view, members, op, dict(body), timeout_s, self._held, heard, each)
+        )
+        stopping = asyncio.create_task(stop_all())
+        losing = asyncio.create_task(lost.wait())
         try:
-            replies = await self._calls.ask(self._view, members, op, dict(body), timeout_s, self._held, heard)
-            if failed.is_set():
-                await end
-            # The first failure is the cause of the others.
-            return sorted(replies, key=lambda reply: reply.instance_id not in first[:1])
+            await asyncio.wait((asking, losing), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                await asyncio.wait((asking, stopping), timeout=STOP_S)
+            if asking.done():
+                for reply in asking.result():  # those that are silent until the time-out were not heard
+                    replies.setdefault(reply.instance_id, reply)
         finally:
-            end.cancel()
-            await asyncio.gather(end, return_exceptions=True)
+            await end_tasks((asking, stopping, losing))
+        rows = [replies.get(member.instance_id) or _still_stopping(member) for member in members]
+        return sorted(rows, key=lambda reply: reply.instance_id not in first[:1])
 
     async def _ask_members(
         self,
@@ -367,6 +395,11 @@ def _bound_s(instruction: Instruction) -> float | None:
         case WaitSilent():
             return SERVING_LEASE_S + LEASE_MARGIN_S
     return None
+
+
+def _still_stopping(member: Member) -> WorkerReply:
+    error = UpdateAborted(f"it was told to stop, and has not answered within {STOP_S:g} s", field="update_id")
+    return WorkerReply(member.instance_id, member.incarnation, "error", error=error, stopped=True)
 
 
 def _members(snapshot: Snapshot) -> dict[str, str]:

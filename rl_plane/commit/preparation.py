@@ -7,13 +7,14 @@ from typing import Any
 
 from rl_plane.commit.canary_steps import canary_of, limits_of
 from rl_plane.commit.command_state import CommandState, naming_workers
-from rl_plane.commit.rules import evaluate_prepare, is_lost, label_of, left_reply, next_record
+from rl_plane.commit.rules import evaluate_prepare, is_lost, label_of, left_reply, needs_of, next_record
 from rl_plane.commit.steps import (
     Answered,
     BeginJournal,
     EndSession,
     Instruction,
     Members,
+    Needs,
     Phase,
     Prepared,
     SendOp,
@@ -27,6 +28,10 @@ from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.update_requests import ReceiveRequest, UpdateWeights
 from rl_plane.protocol.worker_ops import OPEN_RELAY_S
 from rl_plane.transports.relay.plan import plan_relay
+
+STOP_S = 3.0
+"""The longest wait in seconds for workers that are told to stop. A receive checks at least once a second whether it is
+cancelled, and the membership reports a death sooner. The caller's answer does not wait for a worker that is slower."""
 
 
 def end_other_session(
@@ -65,7 +70,8 @@ def prepare(
     update_id, label = state.command.update_id, label_of(base, body)
     changed = state.changed_source(base, body)
     plans = yield from plan_sources(state, body)
-    replies = yield from ask_to_prepare("prepare_update", update_id, label, body, state.members, changed, plans)
+    needs = needs_of(update_id, state.counted, body.policy)
+    replies = yield from ask_to_prepare("prepare_update", needs, label, body, state.members, changed, plans)
     with naming_workers(replies):
         all_or_none = body.pushed and body.policy.on_prepare_failure == "abort"
         pinned = state.command.fingerprint or (state.fingerprint if all_or_none else None)
@@ -90,7 +96,7 @@ def plan_sources(state: CommandState, body: UpdateWeights) -> Generator[Instruct
 
 def ask_to_prepare(
     op: str,
-    update_id: str,
+    needs: Needs,
     label: str,
     body: UpdateWeights,
     workers: Members,
@@ -98,10 +104,10 @@ def ask_to_prepare(
     plans: Mapping[str, RelayPlan] | None = None,
 ) -> Generator[Instruction, Any, Sequence[WorkerReply]]:
     """Sends `prepare_update` or `listen_update`. Returns a reply for each of the workers."""
-    request = ReceiveRequest.of_update(body, update_id, label, before).model_dump()
+    request = ReceiveRequest.of_update(body, needs.update_id, label, before).model_dump()
     each = {key: {"relay": plan.model_dump()} for key, plan in (plans or {}).items()}
     timeout_s = body.policy.prepare_timeout_s
-    answered: Answered = yield SendOp("prepare", op, request, list(workers), timeout_s, each)
+    answered: Answered = yield SendOp("prepare", op, request, list(workers), timeout_s, each, needs)
     return with_left(answered.replies, workers)
 
 
@@ -121,8 +127,9 @@ def record_for(
 
 
 def abort(state: CommandState, update_id: str, phase: Phase = "abort") -> Generator[Instruction, Any, None]:
-    """Drops what the workers have staged. A worker that does not receive this reads the record and drops it too."""
+    """Drops what the workers have staged or receive. A worker that is slower than the wait drops it later, and a worker
+    that does not get this reads the record and drops it too."""
     try:
-        yield SendOp(phase, "abort_update", {"update_id": update_id}, list(state.members))
+        yield SendOp(phase, "abort_update", {"update_id": update_id}, list(state.members), STOP_S)
     except PlaneError:
         pass  # the shell has logged it

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_plane.commit.steps import Members, Outcome, Prepared, Surveyed
+from rl_plane.commit.steps import Members, Needs, Outcome, Prepared, Surveyed
 from rl_plane.errors import (
     Conflict,
     InvalidRequest,
@@ -154,7 +154,7 @@ def evaluate_prepare(
 
     `counted`: the workers whose failure can fail the update."""
     ready = {reply.instance_id: reply for reply in replies if reply.ok}
-    failed = [reply for reply in replies if not reply.ok]
+    failed = _failed(replies)
     digests = Counter(reply.body["digest"] for reply in ready.values())
     if len(digests) > 1:
         raise UpdateAborted(
@@ -163,10 +163,12 @@ def evaluate_prepare(
             fix="was the source still being written? publish it under a new path",
         )
     blocking = [reply for reply in failed if reply.instance_id in counted]
-    if not ready or (blocking and policy.on_prepare_failure == "abort"):
+    able = len(replies) - len(failed)
+    if not able or (blocking and policy.on_prepare_failure == "abort"):
         raise prepare_error(blocking or failed, len(replies), in_place=policy.staging == "none")
-    if len(ready) < policy.min_ready:
-        raise too_few(len(ready), policy)
+    if able < policy.min_ready:
+        raise too_few(able, policy)
+    assert len(ready) == able, "workers are told to stop only if one of these errors is certain"
     digest = next(iter(digests))
     if stated_digest is not None and digest != stated_digest:
         algorithm = algorithm_of(stated_digest)
@@ -196,10 +198,21 @@ def _most(replies: Iterable[WorkerReply], field: str) -> int | None:
 def evaluate_listening(replies: Sequence[WorkerReply]) -> Prepared:
     """Returns the prepared update if every worker listens. A sender waits for each rank of its group, so no worker can
     be excluded."""
-    failed = [reply for reply in replies if not reply.ok]
+    failed = _failed(replies)
     if failed or not replies:
         raise prepare_error(failed, len(replies))
     return Prepared("", {reply.instance_id: reply.incarnation for reply in replies}, [], refetchable=False)
+
+
+def _failed(replies: Sequence[WorkerReply]) -> list[WorkerReply]:
+    """The replies of workers that failed, without those that were told to stop because of them."""
+    return [reply for reply in replies if not (reply.ok or reply.stopped)]
+
+
+def needs_of(update_id: str, counted: Iterable[str], policy: UpdatePolicy) -> Needs:
+    """The workers that must prepare an update. `counted`: the workers whose failure can fail it."""
+    each = frozenset(counted) if policy.on_prepare_failure == "abort" else frozenset[str]()
+    return Needs(update_id, each, max(1, policy.min_ready))
 
 
 def is_lost(session: UpdateSession, policy: UpdatePolicy, seen: Surveyed) -> bool:
@@ -215,7 +228,7 @@ def is_lost(session: UpdateSession, policy: UpdatePolicy, seen: Surveyed) -> boo
 
 def too_few(ready: int, policy: UpdatePolicy) -> UpdateAborted:
     return UpdateAborted(
-        f"{ready} workers prepared the update, policy.min_ready asks for {policy.min_ready}",
+        f"only {ready} workers could prepare the update, policy.min_ready asks for {policy.min_ready}",
         field="policy.min_ready",
     )
 

@@ -24,6 +24,7 @@ from rl_plane.commit.rules import (
     evaluate_prepare,
     label_of,
     left_early,
+    needs_of,
     still_there,
     too_few,
 )
@@ -33,6 +34,7 @@ from rl_plane.commit.steps import (
     EndSession,
     Instruction,
     Members,
+    Needs,
     PartReceived,
     Prepared,
     SaveSession,
@@ -174,9 +176,8 @@ def complete(state: CommandState) -> Steps:
             _refuse_joiners(state, session)
         if body.in_parts:
             yield from _receive_piece(session, NOTHING_MORE, last=True)
-        replies = yield from ask_to_prepare(
-            "prepare_update", session.update_id, session.label, body, ready, before
-        )
+        needs = needs_of(session.update_id, ready, body.policy)
+        replies = yield from ask_to_prepare("prepare_update", needs, session.label, body, ready, before)
         with naming_workers(replies):
             stated = state.command.digest or body.digest or session.digest or None
             prepared = evaluate_prepare(replies, set(ready), body.policy, stated)
@@ -281,10 +282,8 @@ def _listen(
     """Makes every member listen for what the trainer pushes."""
     yield BeginJournal(base)
     before = state.changed_source(base, body)
-    update_id = state.command.update_id
-    replies = yield from ask_to_prepare(
-        "listen_update", update_id, label_of(base, body), body, state.members, before
-    )
+    needs = Needs(state.command.update_id, frozenset(state.members))
+    replies = yield from ask_to_prepare("listen_update", needs, label_of(base, body), body, state.members, before)
     with naming_workers(replies):
         return evaluate_listening(replies)
 
@@ -310,7 +309,7 @@ def _receive_piece(session: UpdateSession, part: Part, *, last: bool) -> Generat
         request,
         list(session.prepared),
         part.timeout_s + PART_MARGIN_S,
-        together=session.update_id,
+        needs=Needs(session.update_id, frozenset(session.prepared)),
     )
     replies: Sequence[WorkerReply] = with_left(answered.replies, session.prepared)
     with naming_workers(replies):

@@ -5,7 +5,7 @@ Each instruction names the event that answers it after an arrow. Any instruction
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,6 +68,21 @@ class ResolveWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class Needs:
+    """The workers without which an update can't be committed."""
+
+    update_id: str
+    each: frozenset[str]
+    """The failure of one of these ends the update."""
+    at_least: int = 1
+    """The update also ends if fewer workers than this are left that have not failed."""
+
+    def are_lost(self, failed: Collection[str], asked: int) -> bool:
+        """Reports whether the failures so far decide that the update can't be committed, whatever the others reply."""
+        return not self.each.isdisjoint(failed) or asked - len(failed) < self.at_least
+
+
+@dataclass(frozen=True, slots=True)
 class SendOp:
     """Sends one op to each of these workers at once. Workers that have left meanwhile get no reply. → Answered"""
 
@@ -78,8 +93,8 @@ class SendOp:
     timeout_s: float | None = None
     each: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Worker → more fields of its body."""
-    together: str | None = None
-    """The id of an update in which the workers wait for each other: the first one that fails ends it on all."""
+    needs: Needs | None = None
+    """The workers that an update needs. Once they are lost, the shell tells all workers to stop, and returns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,15 @@ from rl_plane.bus.entries import decoded
 from rl_plane.protocol.subjects import MEMBER_PREFIX, Entry
 
 _RECORD_TYPES: dict[str, type] = {"incarnation": str, "server_id": str, "client_id": int, "info": dict}
+PARSES_CALLS = "parses_calls"
+"""The field of `Member.info` by which a worker says that it answers the op `parse_tool_calls`."""
 _INFO_TYPES: dict[str, type] = {
     "model_path": str,
     "world_size": int,
     "max_model_len": int,
     "pipeline_stage": str,
     "host": str,
+    PARSES_CALLS: bool,
     "nodes": list,
 }
 """Fields of `Member.info` that other processes compute with. A worker may leave one out, or write None."""

@@ -23,6 +23,8 @@ class WorkerReply:
     error: PlaneError | None = None
     rank_results: list[dict[str, Any]] | None = None
     elapsed_s: float = 0.0
+    stopped: bool = False
+    """True: the coordinator told the worker to stop before it had succeeded. Its error is not why the update ended."""
 
     @property
     def ok(self) -> bool:

@@ -441,6 +441,26 @@ class DetokenizeReply(TypedDict):
     """The text, special tokens included."""
 
 
+class ParseToolCalls(Body):
+    """A finished text, and the tools that its prompt offered."""
+
+    tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS)
+    """The tokens of the text. Without any, the op only checks the tools and that the worker has a parser."""
+    tools: list[dict[str, Any]] = Field(min_length=1)
+
+
+class ParsedCall(TypedDict):
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ParsedToolCalls(TypedDict):
+    content: str
+    """The text without the calls."""
+    calls: list[ParsedCall]
+
+
 # ---- admission ----
 
 
@@ -540,6 +560,16 @@ OPS: dict[str, Op] = {
             False,
             TOKENIZER_S,
             doc="Tokens to text.",
+            pool="tokenizer",
+            reply_follows="tokens",
+        ),
+        Op(
+            "parse_tool_calls",
+            ParseToolCalls,
+            ParsedToolCalls,
+            False,
+            TOKENIZER_S,
+            doc="The tool calls in a finished text, by the engine's own parser.",
             pool="tokenizer",
             reply_follows="tokens",
         ),

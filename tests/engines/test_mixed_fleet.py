@@ -395,6 +395,7 @@ async def test_a_text_has_its_form_by_every_route(mixed: Mixed, client: RlClient
         assert reply["meta_info"]["instance_id"] in able
         assert re.fullmatch("[x-z]+!?", reply["text"]), reply["text"]
     await _forced_calls(http, mixed)
+    await _calls_by_itself(http, mixed)
     alone = {"nvext": {"instance_id": mixed.ids["hf"]}, "regex": "a"}
     error = error_of(await http.post("/v1/completions", json={**ids, **alone}), 501)
     assert (error["field"], bool(error["fix"])) == ("regex", True)
@@ -426,6 +427,24 @@ async def _forced_calls(http: httpx.AsyncClient, mixed: Mixed) -> None:
                 for call in chunk.choices[0].delta.tool_calls or ()
             ]
             _check_calls(calls, choice)
+
+
+async def _calls_by_itself(http: httpx.AsyncClient, mixed: Mixed) -> None:
+    """The engines' own parsers read the calls that a model has written. A form makes the tiny model write one."""
+    written = '<tool_call>\\{"name": "look", "arguments": \\{"place": "here"\\}\\}</tool_call>'
+    function = {"name": "look", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}}
+    for engine in ("vllm", "sglang"):
+        body = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": [{"type": "function", "function": function}],
+            "max_tokens": 200,
+            "structured_outputs": {"regex": written},
+            "nvext": {"instance_id": mixed.ids[engine]},
+        }
+        (choice,) = (await post(http, "/v1/chat/completions", **body))["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "look"), engine
+        assert json.loads(call["function"]["arguments"]) == {"place": "here"}
 
 
 def _check_calls(calls: Any, choice: Any) -> None:

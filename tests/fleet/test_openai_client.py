@@ -3,6 +3,7 @@ tests/engines/test_mixed_fleet.py."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -101,21 +102,55 @@ async def test_a_refusal_for_good_is_not_asked_again(plane: Plane) -> None:
         assert "/v1/chat/completions" in str(caught.value.body)
 
 
-async def test_tools_are_rendered_unless_none_are_to_be_used(plane: Plane) -> None:
+PARSER = """
+from worker.engines.fake import adapter
+
+async def parse_tool_calls(self, token_ids, tools):
+    calls = [{"name": tools[0]["function"]["name"], "arguments": "{}"}] if token_ids else []
+    return {"content": f"{len(token_ids)} tokens", "calls": calls}
+
+adapter.FakeEngine.parse_tool_calls = parse_tool_calls
+"""
+"""A stand-in for an engine's parser. The real ones: tests/engines/test_mixed_fleet.py."""
+
+
+async def test_tools_are_rendered_and_calls_are_read_where_a_worker_has_a_parser(plane: Plane) -> None:
     plane.spawn()
-    tools: list[Any] = [{"type": "function", "function": {"name": "look"}}]
-    async with client_of(plane) as client:
-        prompts = {}
-        for choice in ("auto", "none"):
-            reply = await client.chat.completions.create(
-                model="seed0",
-                messages=MESSAGES,
-                tools=tools,
-                tool_choice=choice,
-                max_tokens=1,
-                extra_body={"return_token_ids": True},
-            )
-            assert reply.model_extra is not None
-            prompts[choice] = reply.model_extra["prompt_token_ids"]
-    assert len(prompts["none"]) == len("hi")
-    assert len(prompts["auto"]) == len("hi") + len(json.dumps({"tools": tools}))
+    asked: dict[str, Any] = {
+        "model": "seed0",
+        "messages": MESSAGES,
+        "tools": [{"type": "function", "function": {"name": "look"}}],
+        "stop": " t",  # each token of the fake engine has it
+        "extra_body": {"return_token_ids": True},
+    }
+    async with client_of(plane, admission_wait_s=10.0) as client:
+        create = client.chat.completions.create
+        reply = await create(**asked)
+        assert reply.model_extra is not None
+        assert len(reply.model_extra["prompt_token_ids"]) == len("hi") + len(json.dumps({"tools": asked["tools"]}))
+        assert (reply.choices[0].finish_reason, reply.choices[0].message.tool_calls) == ("stop", None)
+        without = (await create(**asked, tool_choice="none")).model_extra
+        assert without is not None
+        assert len(without["prompt_token_ids"]) == len("hi")
+        with pytest.raises(openai.InternalServerError) as caught:
+            await create(**asked, tool_choice="auto")
+        assert (caught.value.status_code, caught.value.param) == (501, "tool_choice")
+
+        await asyncio.to_thread(plane.spawn, patch=PARSER)
+        await plane.until(lambda: _has_calls(create, asked))
+        chunks = [chunk async for chunk in await create(**asked, tool_choice="auto", stream=True)]
+        said = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        calls = [call for delta in said for call in delta.tool_calls or ()]
+        assert [(call.index, call.function and call.function.name) for call in calls] == [(0, "look")]
+        assert "".join(delta.content or "" for delta in said) == "1 tokens"
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+async def _has_calls(create: Any, asked: dict[str, Any]) -> bool:
+    """Whether the frontend knows the worker with the parser. It reads the texts of all workers."""
+    (choice,) = (await create(**asked)).choices
+    if choice.message.tool_calls is None:
+        return False
+    assert (choice.message.content, choice.finish_reason) == ("1 tokens", "tool_calls")
+    assert choice.message.tool_calls[0].function.name == "look"
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from rl_plane.bus.lock import LockTimings
 from rl_plane.client import RlClient
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.steps import Announce, Event, Instruction
-from rl_plane.errors import Conflict, InvalidRequest, Locked, UpdateAborted
+from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
 from tests.conftest import Plane
 from tests.support.fleet_updates import all_serve, update_of
 
@@ -107,7 +108,7 @@ async def test_an_update_that_fails_logs_why_and_runs_no_more(
     assert "invalid_request: " in ended
 
 
-async def test_an_operator_ends_an_update_whose_bytes_stand_still(plane: Plane) -> None:
+async def test_an_operator_or_one_workers_refusal_ends_an_update_whose_bytes_stand_still(plane: Plane) -> None:
     trainer, operator = await plane.client("trainer", SOON), await plane.client("operator")
     server = plane.weight_server
     served, model = (plane.model(seed, tensors=4, nbytes=LARGE) for seed in (0, 1))
@@ -135,10 +136,31 @@ async def test_an_operator_ends_an_update_whose_bytes_stand_still(plane: Plane) 
     assert await running(operator) is None
     (entry, *_) = (await operator.run("updates"))["updates"]
     assert (entry["outcome"], entry["error"]["message"]) == ("aborted", "aborted by an operator on host a")
+    await _one_worker_refuses(plane, trainer, body, served)
     server.behaviour.go.set()
     again = await trainer.run("update_weights", update_of(model, "two"))
     assert again["version"]["sequence"] == 1, "the fleet is as it was"
     assert await all_serve(operator, "two")
+
+
+async def _one_worker_refuses(plane: Plane, trainer: RlClient, body: dict[str, Any], served: Path) -> None:
+    """A worker that may not fetch from this server refuses at once. The others stop in the middle of their receive."""
+    held = [row["instance_id"] for row in (await trainer.run("workers"))["workers"]]
+    refuses = (await asyncio.to_thread(plane.spawn, model=served)).instance_id
+    await trainer.wait_for(3)
+    assert (await trainer.run("state"))["ready"]
+    with pytest.raises(PlaneError) as caught:
+        await trainer.run("update_weights", {**body, "policy": {}})
+    assert caught.value.http_status in (400, 501), "the refusal's own kind"
+    rows = {row["instance_id"]: row["error"] for row in caught.value.facts["workers"]}
+    assert "told to stop" not in rows.pop(refuses)["message"]
+    assert rows.keys() == set(held)
+    assert {row["code"] for row in rows.values()} <= {"update_aborted", "engine_failed"}
+
+    async def dropped() -> bool:
+        return [row["update"] for row in (await trainer.run("workers"))["workers"]] == [None] * 3
+
+    await plane.until(dropped)
 
 
 async def test_an_update_that_is_decided_meanwhile_is_committed_all_the_same(

@@ -616,14 +616,14 @@ MUTANTS = [
     Mutant(
         "rules: a failed prepare does not abort",
         "rl_plane/commit/rules.py",
-        '    if not ready or (blocking and policy.on_prepare_failure == "abort"):\n',
-        "    if not ready:\n",
+        '    if not able or (blocking and policy.on_prepare_failure == "abort"):\n',
+        "    if not able:\n",
         MACHINE + "a_failed_prepare_aborts_on_all_and_tells_of_each",
     ),
     Mutant(
         "rules: fewer than min_ready",
         "rl_plane/commit/rules.py",
-        "    if len(ready) < policy.min_ready:\n        raise too_few(len(ready), policy)\n",
+        "    if able < policy.min_ready:\n        raise too_few(able, policy)\n",
         "",
         MACHINE + "an_update_with_inconsistent_prepare_replies_is_never_decided",
     ),
@@ -698,6 +698,20 @@ MUTANTS = [
         RECOVERY + "the_newest_record_is_whichever_is_newest_in_the_store_here_or_at_a_worker",
     ),
     # ---- rl_plane/commit/coordinator.py ----
+    Mutant(
+        "coordinator: waits for the others after a refusal that decides",
+        "rl_plane/commit/coordinator.py",
+        "            if not asking.done():\n                await asyncio.wait((asking, stopping), timeout=STOP_S)\n",
+        "            await asyncio.wait((asking, stopping))\n",
+        SHELL + "a_refusal_that_decides_an_update_stops_the_workers_that_receive",
+    ),
+    Mutant(
+        "coordinator: ends an update without a worker that is not needed",
+        "rl_plane/commit/steps.py",
+        "not self.each.isdisjoint(failed) or asked - len(failed) < self.at_least",
+        "bool(failed)",
+        SHELL + "an_update_can_still_be_committed_without_a_worker_that_is_not_needed",
+    ),
     Mutant(
         "coordinator: settles under the old fence",
         "rl_plane/commit/coordinator.py",

@@ -30,8 +30,8 @@ ENGINES = ("hf", "vllm", "sglang")
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "hf": {},
-    "vllm": {"max_lora_rank": "8", "max_model_len": "16384", "max_logprobs": "100"},
-    "sglang": {"max_lora_rank": "8"},
+    "vllm": {"max_lora_rank": "8", "max_model_len": "16384", "max_logprobs": "100", "tool_call_parser": "hermes"},
+    "sglang": {"max_lora_rank": "8", "tool_call_parser": "hermes"},
 }
 
 PROMPT = [5, 6, 7]

@@ -16,7 +16,7 @@ from rl_plane.errors import Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import WeightVersion
-from rl_plane.protocol.worker_ops import Tokenize
+from rl_plane.protocol.worker_ops import ParsedToolCalls, Tokenize
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
 from worker.nodes.node_part import NodePart
 
@@ -80,6 +80,16 @@ class CanTokenize(Protocol):
     async def detokenize(self, token_ids: list[int]) -> str:
         """The text of these tokens, special tokens included. Raises InvalidRequest (`field="tokens"`) for an id outside
         the vocabulary."""
+
+
+@runtime_checkable
+class CanParseToolCalls(Protocol):
+    """Reads the calls that a model has written into a text. Each family of models writes them in its own way."""
+
+    @abstractmethod
+    async def parse_tool_calls(self, token_ids: list[int], tools: list[dict[str, Any]]) -> ParsedToolCalls:
+        """The calls in the text of these tokens, and the rest of the text. A text that is no call has no calls. Raises
+        InvalidRequest (`field="tools"`) for tools that the engine does not take."""
 
 
 @runtime_checkable
@@ -196,6 +206,7 @@ class FullEngine(EngineAdapter, CanTokenize, CanScore, CanLoadAdapters, CanCheck
 
 OPS: Mapping[type, tuple[str, ...]] = {
     CanTokenize: ("tokenize", "detokenize"),
+    CanParseToolCalls: ("parse_tool_calls",),
     CanScore: ("score",),
     CanLoadAdapters: ("prepare_update:lora", "update_weights:lora"),
     CanCheckWeights: ("check_weights",),

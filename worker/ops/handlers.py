@@ -12,7 +12,7 @@ from rl_plane.errors import Conflict
 from rl_plane.protocol import relay, update_requests, validation, worker_ops
 from rl_plane.protocol.versions import TensorSpec, VersionReply
 from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
-from worker.engines.capabilities import CanCheckWeights, CanTokenize, CheckScope, require
+from worker.engines.capabilities import CanCheckWeights, CanParseToolCalls, CanTokenize, CheckScope, require
 from worker.ops.contract import ByRank, Handler
 from worker.ops.host_facts import HostFacts
 from worker.reconcile.coordinator_calls import CoordinatorCalls
@@ -82,6 +82,7 @@ class OpHandlers:
             "state": self._state_now,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
+            "parse_tool_calls": self._parse_tool_calls,
             "pause": self._pause,
             "resume": self._resume,
             "flush_cache": self._flush_cache,
@@ -212,6 +213,10 @@ class OpHandlers:
     async def _detokenize(self, body: worker_ops.Detokenize, fence: int) -> worker_ops.DetokenizeReply:
         text = await self._engine.run(require(self._adapter, CanTokenize).detokenize(body.tokens))
         return worker_ops.DetokenizeReply(prompt=text)
+
+    async def _parse_tool_calls(self, body: worker_ops.ParseToolCalls, fence: int) -> worker_ops.ParsedToolCalls:
+        parsing = require(self._adapter, CanParseToolCalls)
+        return await self._engine.run(parsing.parse_tool_calls(body.tokens, body.tools))
 
     # ---- pause, cache, requests ----
 

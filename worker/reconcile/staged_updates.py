@@ -253,8 +253,9 @@ class WeightUpdates:
                 return self.staged
             if self._failed is not None and self._failed.update_id == update_id:
                 return self._failed  # the trainer does not push the weights a second time
-            if self._receiving is None or self._receiving.update_id != update_id:
-                busy = self._busy
+            under_way = self.receiving  # a cancelled one may still end while its update is asked for again
+            if under_way is None or under_way.update_id != update_id:
+                busy = under_way or self.staged
                 if fence is None and busy is not None and busy.fence is not None:
                     raise Conflict(f"waiting for the update {self.busy_with}, which is being prepared")
                 assert request.transport is not None, "an unload receives nothing"
@@ -265,10 +266,11 @@ class WeightUpdates:
                 cancelled, opened = threading.Event(), asyncio.get_running_loop().create_future()
                 name = next(self._names)
                 task = asyncio.create_task(self._receive(request, fence, name, cancelled, taint, opened))
-                self._receiving = _Receive(request, fence, name, task, cancelled, opened, time.monotonic())
+                under_way = _Receive(request, fence, name, task, cancelled, opened, time.monotonic())
+                self._receiving = under_way
                 task.add_done_callback(self._received)
                 task.add_done_callback(functools.partial(_fail_opened, opened))
-            return self._receiving
+            return under_way
 
     def _adopt(self, update_id: str, fence: int | None) -> None:
         """Makes the coordinator that asks for an update again responsible for it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rl_plane._util.tasks import Cancelled, never
@@ -45,6 +45,7 @@ LOOK_MS = 100
 """Milliseconds between two looks at `cancelled`."""
 TELL_S = 10.0
 """The time in seconds to tell the server of an error, and to hear what it sends then."""
+DROPPED = "the update was dropped"
 FIELD = "transport.zmq_handles"
 FIX = "update with checkpoint-engine's parameter server, which makes the sockets"
 
@@ -58,6 +59,7 @@ class CheckpointEngineDelivery(SelfDescribedDelivery):
         self._gpus, self._addresses = _own_sockets(handles, cuda, devices)
         self._zmq = _import_zmq()
         self._began = False
+        self._running: Generator[tuple[str, HostTensor]] | None = None
         self._sockets: list[Any] = []
         self._owed = set[int]()
         """The sockets whose server waits for an answer."""
@@ -65,24 +67,31 @@ class CheckpointEngineDelivery(SelfDescribedDelivery):
         """The file in which torch counts the buffer's share. It names the server's process."""
 
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
+        self._running = self._tensors(cancelled)
+        return self._running
+
+    def _tensors(self, cancelled: Cancelled) -> Generator[tuple[str, HostTensor]]:
         self._began = True
         with self._connected():
             try:
                 yield from self._received(cancelled)
             except BaseException as error:  # also GeneratorExit: the worker wants no more tensors
-                self._tell(error.message if isinstance(error, PlaneError) else "the worker has stopped receiving")
+                self._tell(error.message if isinstance(error, PlaneError) else DROPPED)
                 raise
         self._check_whole()
 
     def close(self) -> None:
-        """Ends the delivery. The servers of one that never began hear of it, on a thread because they may be slow."""
-        if not self._began:
+        """Ends the delivery. If it ends between two tensors, the servers hear of it now. The servers of one that never
+        began hear of it on a thread, because they may be slow."""
+        if self._began and self._running is not None:
+            self._running.close()
+        elif not self._began:
             self._began = True
             threading.Thread(target=self._refuse, name="checkpoint-engine", daemon=True).start()
 
     def _refuse(self) -> None:
         with self._connected():
-            self._tell("the update was dropped")
+            self._tell(DROPPED)
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[None]:
@@ -181,13 +190,15 @@ class CheckpointEngineDelivery(SelfDescribedDelivery):
 
     def _tell(self, why: str) -> None:
         """Answers each server's present or next message with an error, so that it ends its update. A server then sends
-        its own error to every rank, and would wait for ever if this one had left."""
+        its own error to every rank, or, at its end, asks once more. It would wait for ever if this one had left."""
         until = time.monotonic() + TELL_S
         with contextlib.suppress(self._zmq.ZMQError):
             self._take_next(until, [number for number in range(len(self._sockets)) if number not in self._owed])
             told = sorted(self._owed)
-            self._answer(why or "the update has failed")
+            why = why or "the update has failed"
+            self._answer(why)
             self._take_next(until, told)
+            self._answer(why)
 
     def _take_next(self, until: float, numbers: Iterable[int]) -> None:
         """Takes the next message of these sockets, if it comes in time from a server that lives."""

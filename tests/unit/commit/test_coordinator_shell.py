@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from rl_plane.commit import coordinator
 from rl_plane.commit.coordinator import Coordinator
-from rl_plane.commit.rules import gave_up
-from rl_plane.commit.steps import Announce, Answered, RecordAcks, WaitSilent, Watch
+from rl_plane.commit.rules import evaluate_prepare, gave_up, needs_of
+from rl_plane.commit.steps import Announce, Answered, RecordAcks, SendOp, WaitSilent, Watch
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported, UpdateAborted
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.envelope import Reply
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, first_record
 from rl_plane.protocol.subjects import Subjects
-from tests.support.update_machine import state
+from rl_plane.protocol.update_requests import UpdatePolicy
+from tests.support.update_machine import bad, ok, state
 
 RECORD = first_record("model")
 DECISION = Announce("gate", RECORD, 7, 2.0)
@@ -131,3 +137,65 @@ async def test_a_silent_worker_is_waited_for_until_its_lease_has_ended() -> None
     fleet.clock += SERVING_LEASE_S + LEASE_MARGIN_S
     await fleet.coordinator.carry_out(WaitSilent({"a": "1"}, []))
     assert len(fleet.waits) == 2, "the time is over"
+
+
+class ReceivingFleet(Fleet):
+    """`a` refuses at once. `b` receives until it is told to stop. `c` hangs."""
+
+    def __init__(self, refusal: PlaneError) -> None:
+        members = [member(key, f"i{key}") for key in "abc"]
+        super().__init__(members, members)
+        self.refusal = refusal
+        self.told = asyncio.Event()
+
+    async def ask(self, view: Any, members: Any, op: str, *more: Any, **named: Any) -> list[WorkerReply]:
+        self.asked.append((op, list(members)))
+        if op == "abort_update":
+            self.told.set()
+            await asyncio.Event().wait()  # for the answer of `c`
+        heard = more[3]
+        heard(bad("a", self.refusal))
+        await self.told.wait()
+        heard(bad("b", EngineFailed("staging was cancelled")))
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("policy", [UpdatePolicy(), UpdatePolicy(on_prepare_failure="exclude", min_ready=3)])
+@pytest.mark.parametrize(
+    "refusal", [InvalidRequest("outside", field="transport.path"), Unsupported("no such task")]
+)
+async def test_a_refusal_that_decides_an_update_stops_the_workers_that_receive(
+    policy: UpdatePolicy, refusal: PlaneError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "STOP_S", 0.05)
+    fleet = ReceivingFleet(refusal)
+    asked = SendOp("prepare", "prepare_update", {}, list("abc"), 300.0, needs=needs_of("u9", "abc", policy))
+    async with asyncio.timeout(30):
+        event = await fleet.coordinator.carry_out(asked)
+    assert isinstance(event, Answered)
+    assert [(op, len(members)) for op, members in fleet.asked] == [("prepare_update", 3), ("abort_update", 3)]
+    assert [(reply.instance_id, reply.stopped) for reply in event.replies] == [
+        ("a", False),
+        ("b", True),
+        ("c", True),
+    ]
+    assert "has not answered" in str(event.replies[2].error)
+    # The workers that were told to stop are not the cause.
+    kind = type(refusal) if policy.on_prepare_failure == "abort" else UpdateAborted
+    with pytest.raises(kind):
+        evaluate_prepare(event.replies, set("abc"), policy, None)
+
+
+def test_an_update_can_still_be_committed_without_a_worker_that_is_not_needed() -> None:
+    asked, exclude = 3, UpdatePolicy(on_prepare_failure="exclude", min_ready=2)
+    assert needs_of("u9", "ab", UpdatePolicy()).are_lost({"a"}, asked)
+    assert not needs_of("u9", "ab", UpdatePolicy()).are_lost({"c"}, asked), "it is closed, and does not count"
+    assert not needs_of("u9", "abc", exclude).are_lost({"a"}, asked)
+    assert needs_of("u9", "abc", exclude).are_lost({"a", "b"}, asked)
+    assert evaluate_prepare(
+        [bad("c", EngineFailed("full")), *(ok(key, digest="d", refetchable=True) for key in "ab")],
+        set("ab"),
+        exclude,
+        None,
+    ).excluded == ["c"]

@@ -212,7 +212,7 @@ def test_a_failed_prepare_is_excluded_where_the_policy_says_so() -> None:
         (
             update(policy={"on_prepare_failure": "exclude", "min_ready": 3}),
             [lost("b")],
-            "2 workers prepared the update, policy.min_ready asks for 3",
+            "only 2 workers could prepare the update, policy.min_ready asks for 3",
         ),
         (update(), [ok("b", digest="other", refetchable=True)], "different bytes"),
         (

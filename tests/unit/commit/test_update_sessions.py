@@ -11,6 +11,7 @@ from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.commit.steps import (
     Answered,
     EndSession,
+    Needs,
     PartReceived,
     SaveSession,
     SendOp,
@@ -418,7 +419,11 @@ def test_a_part_goes_to_all_that_listen() -> None:
     assert isinstance(fed, PartReceived)
     assert (fed.missing, driver.phases) == (3, ["survey", "receive", "session"])
     asked = driver.one(SendOp)
-    assert (asked.op, list(asked.workers), asked.together) == ("receive_part", list(MEMBERS), "u9")
+    assert (asked.op, list(asked.workers), asked.needs) == (
+        "receive_part",
+        list(MEMBERS),
+        Needs("u9", frozenset(MEMBERS)),
+    )
     assert asked.timeout_s is not None
     assert asked.timeout_s > 7.0
     told = {"update_id": "u9", "names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "last": False}

@@ -17,7 +17,7 @@ from worker.engines.base import EngineInfo
 from worker.engines.capabilities import CanTokenize
 from worker.engines.common.token_checks import check_vocabulary, kept_of_prompt
 
-_aside = ThreadPoolExecutor(2, "tokenize")
+aside = ThreadPoolExecutor(2, "tokenize")
 """Threads for the ops that only tokenize. The loop's own threads serve swaps and prompts."""
 
 
@@ -112,8 +112,8 @@ class Tokenizing(CanTokenize):
     async def tokenize(self, body: Tokenize) -> list[int]:
         self._running()
         if body.prompt is not None:
-            return await _encoded(self._tokenizer, body.prompt, body.add_special_tokens is not False, _aside)
-        return await _rendered(self._tokenizer, body.messages or [], body.rendering, _aside)
+            return await _encoded(self._tokenizer, body.prompt, body.add_special_tokens is not False, aside)
+        return await _rendered(self._tokenizer, body.messages or [], body.rendering, aside)
 
     async def detokenize(self, token_ids: list[int]) -> str:
         self._running()
@@ -121,7 +121,7 @@ class Tokenizing(CanTokenize):
         decode = partial(
             self._tokenizer.decode, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        text: str = await asyncio.get_running_loop().run_in_executor(_aside, decode)
+        text: str = await asyncio.get_running_loop().run_in_executor(aside, decode)
         return text
 
 

@@ -18,6 +18,7 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import WeightVersion
+from rl_plane.protocol.worker_ops import ParsedCall
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
@@ -28,11 +29,13 @@ from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.replicas import scores_of_replicas
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
+from worker.engines.common.tool_call_parsing import ARGUMENT, NO_PARSER, ToolCallParsing
 from worker.engines.sglang.args import parse_arguments
 from worker.engines.sglang.limits import RAW_EMBEDDING, check_model, check_pooling, lora_targets_on_cpu
 from worker.engines.sglang.lora_references import lora_reference
 from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.scorer import NO_PIPELINE
+from worker.engines.sglang.sglang_tool_parsers import calls_of, has_parser
 from worker.engines.sglang.streams import Experts, Feeder
 
 FLUSH_WAIT_S = 2.0
@@ -101,7 +104,7 @@ def _process_of(options: EngineOptions) -> SglangProcess:
     return SglangProcess(options, arguments, device, int(gpu or 0))
 
 
-class SglangEngine(RankEngine[SglangProcess], PooledRequests):
+class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
     def __init__(self, options: EngineOptions, process: SglangProcess | None = None) -> None:
         """`process`: the default is SGLang's own, built from the options."""
         super().__init__(options, process or _process_of(options))
@@ -136,6 +139,11 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests):
         await self.process.call("updatable")
         return self._describe()
 
+    def _calls_of(self, token_ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, list[ParsedCall]]:
+        assert self._tool_call_parser is not None, "the op is refused without a parser"
+        text = self._text_of(token_ids, skip_special_tokens=False)
+        return calls_of(self._tool_call_parser, self._tokenizer, tools, text)
+
     def _check_model(self) -> None:
         """Checks the model before SGLang loads it, since SGLang's own errors say less."""
         open_checkpoint(self._options.model, field="model").close()
@@ -156,6 +164,10 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests):
         lacking |= lacking_seeds(
             self._on_cpu, arguments.sampling_backend, arguments.enable_deterministic_inference
         )
+        if ARGUMENT in self.process.arguments and has_parser(arguments.tool_call_parser):
+            self._tool_call_parser = arguments.tool_call_parser
+        else:
+            lacking["parse_tool_calls"] = NO_PARSER
         if arguments.grammar_backend == "none":
             lacking["generate:structured_output"] = NO_GRAMMARS
         if not arguments.enable_return_routed_experts:

@@ -19,6 +19,7 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import WeightVersion
+from rl_plane.protocol.worker_ops import ParsedCall
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
 from worker.engines.common.lora import NO_LORA
@@ -28,6 +29,7 @@ from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.replicas import scores_of_replicas
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
+from worker.engines.common.tool_call_parsing import NO_PARSER, ToolCallParsing
 from worker.engines.vllm.args import parse_arguments, pooling_arguments
 from worker.engines.vllm.core_load import METHOD as LOAD
 from worker.engines.vllm.core_load import total_load
@@ -37,6 +39,7 @@ from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
 from worker.engines.vllm.scorer import METHOD
 from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, ReleasedMemory, SleepCall
 from worker.engines.vllm.streams import Streams
+from worker.engines.vllm.vllm_tool_parsers import calls_of, check_parser, chosen_parser
 
 KEPT_STATES = 256
 """The number of updates that the engine remembers. A request that is older has tokens of unknown versions."""
@@ -81,11 +84,12 @@ def _process_of(options: EngineOptions) -> VllmProcess:
     return VllmProcess(options, parse_arguments(dict(options.extra) | sleeping))
 
 
-class VllmEngine(RankEngine[VllmProcess], PooledRequests):
+class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
     def __init__(self, options: EngineOptions, process: VllmProcess | None = None) -> None:
         """`process`: the default is vLLM's own, built from the options."""
         quieten()
         super().__init__(options, process or _process_of(options))
+        self._tool_call_parser = chosen_parser(options.extra)
         self._released = ReleasedMemory()
         self._streams: Streams | None = None
         self._numbers = itertools.count(1)
@@ -99,6 +103,8 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests):
     async def _start(self) -> EngineInfo:
         self.engine_loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._load_tokenizer)
+        if self._tool_call_parser is not None:
+            await asyncio.to_thread(check_parser, self._tool_call_parser, self._tokenizer)
         await asyncio.to_thread(self._read_head)
         if self._head is not None:
             self.process.arguments |= pooling_arguments(self._head)
@@ -143,6 +149,8 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests):
 
     def _lacking(self) -> dict[str, str]:
         lacking = self._lacking_over_hosts() | lacking_tasks(self._options.task)
+        if self._tool_call_parser is None:
+            lacking["parse_tool_calls"] = NO_PARSER
         if (reason := self._no_sleep()) is not None:
             lacking |= {"release_memory": reason, "resume_memory": reason}
         if self._head is not None:
@@ -164,6 +172,14 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests):
         else:
             lacking |= no_cut_rows("stop")
         return lacking
+
+    def _calls_of(self, token_ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, list[ParsedCall]]:
+        assert self._tool_call_parser is not None, "the op is refused without a parser"
+
+        def text(skip_special_tokens: bool) -> str:
+            return self._text_of(token_ids, skip_special_tokens=skip_special_tokens)
+
+        return calls_of(self._tool_call_parser, self._tokenizer, tools, text)
 
     def _kv_tokens(self) -> int | None:
         of_one: int | None = self.process.config.cache_config.kv_cache_size_tokens

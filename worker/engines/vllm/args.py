@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from rl_plane.errors import InvalidRequest
 from worker.engines.common.pooling_head import PoolingHead
+from worker.engines.common.tool_call_parsing import ARGUMENT
 
 ONE_HOST = "data_parallel_size says how many replicas there are: all of them are processes of this machine"
 OWN_BALANCER = "give data_parallel_size: vLLM spreads the requests over the replicas itself"
@@ -85,6 +86,8 @@ def parse_arguments(extra: Mapping[str, str]) -> dict[str, Any]:
     known = {action.dest: action for action in parser._actions if action.option_strings}
     values = {}
     for key, text in extra.items():
+        if key == ARGUMENT:
+            continue  # an argument of vLLM's server, which `vllm_tool_parsers.py` reads
         if key in OURS:
             raise InvalidRequest(f"{key} can't be set here", field=f"engine_arg.{key}", fix=OURS[key])
         if key not in known:

@@ -1,0 +1,38 @@
+"""Asks any of several workers for something that each of them can answer, such as its tokenizer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from rl_plane.client import RlClient
+from rl_plane.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    NotFound,
+    NoWorkers,
+    PlaneError,
+    Unavailable,
+    WorkerLost,
+    WrongIncarnation,
+)
+from rl_plane.membership.core import Member
+
+MAX_ASKED = 3
+"""The number of workers that are asked, one after another, while each dies or leaves before it answers."""
+
+
+async def ask_any(client: RlClient, members: Sequence[Member], op: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The reply of one of the members. Raises the error of the last one that was asked."""
+    last: PlaneError = NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
+    for member in random.sample(members, min(MAX_ASKED, len(members))):
+        try:
+            row = await client.call(member.instance_id, op, body)
+        except (Unavailable, DeadlineExceeded, EngineFailed) as error:
+            last = error
+        except (NotFound, WrongIncarnation):
+            last = WorkerLost("the worker left just now", instance_id=member.instance_id, retry_after_s=1.0)
+        else:
+            return dict(row.body)
+    raise last
