@@ -56,8 +56,6 @@ DIGEST_WAIT_S = 1800.0
 BEGIN_WAIT_S = 120.0
 """Seconds for the agents of a node to describe the model. They import torch meanwhile."""
 
-GROUPS = ("gloo", "nccl")
-NO_GROUPS = "a group has one receiver for each worker, and an engine over several hosts has one for each host"
 ONE_HOST_ONLY = ("ipc",)
 NO_MEMORY = "it reads the memory of a trainer on the same host, and the nodes of this engine are on several"
 
@@ -204,7 +202,7 @@ class HeadLink(NodeLink):
     def lacking_transports(self) -> dict[str, str]:
         """Transport → why it can't bring weights to an engine over several hosts."""
         apart = len({node.host for node in (self.me, *self.nodes)}) > 1
-        return dict.fromkeys(GROUPS, NO_GROUPS) | (dict.fromkeys(ONE_HOST_ONLY, NO_MEMORY) if apart else {})
+        return dict.fromkeys(ONE_HOST_ONLY, NO_MEMORY) if apart else {}
 
     def check_digests(self, tied: Mapping[str, str], own: str) -> None:
         """Raises Conflict unless every node has loaded the weights that the head has loaded."""
