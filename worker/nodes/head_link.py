@@ -80,6 +80,8 @@ class HeadLink(NodeLink):
         self._changed = asyncio.Event()
         self._silent: dict[int, str] = {}
         """Node rank → why it seems to hang."""
+        self._silent_since: dict[int, float] = {}
+        """Node rank → when agents of it began to be silent."""
         self._calls: set[NodeCalls] = set()
         self._warned: set[str] = set()
         self._transports: list[frozenset[str]] = []
@@ -291,9 +293,14 @@ class HeadLink(NodeLink):
         if silent_s:
             self._silent[node.rank] = f"{node.name} has not answered for {silent_s:.0f} s"
         elif silent := answer.get("silent"):
-            self._silent[node.rank] = f"{node.name}: {', '.join(silent)} does not answer"
+            why = self._silent[node.rank] = f"{node.name}: {', '.join(silent)} does not answer"
+            now = time.monotonic()
+            # Agents answer on threads of their own: also while their ranks load weights.
+            if now - self._silent_since.setdefault(node.rank, now) >= self._hang_s:
+                self.lose(f"{why} for {self._hang_s:g} s")
         else:
             self._silent.pop(node.rank, None)
+            self._silent_since.pop(node.rank, None)
 
     @property
     def hanging(self) -> str | None:
