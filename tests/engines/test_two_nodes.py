@@ -146,6 +146,8 @@ async def test_weights_by_url(mixed: Nodes, client: RlClient, http: httpx.AsyncC
 async def test_what_a_trainer_says_to_one_sglang_server(
     mixed: Nodes, client: RlClient, http: httpx.AsyncClient
 ) -> None:
+    if "vllm" not in mixed.ids:
+        pytest.skip("the host agents join a trainer's own group in the same way for both engines")
     await each_transport.bring_call_by_call(mixed, client, http)
 
 
