@@ -56,7 +56,8 @@ test: engines lint
 test-docs: engines
 	$(BESIDE) -n 2 -m docs
 
-# Kills the processes of vLLM and SGLang at each phase of an update, and when a worker heals: ten minutes.
+# Kills and stops processes and nodes of vLLM and SGLang at each phase of an update, and when a worker heals: half an
+# hour.
 test-kills: engines
 	$(PYTEST) -m kills
 

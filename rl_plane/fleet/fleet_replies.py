@@ -159,7 +159,8 @@ def change_error(call: FleetCall[Any], op: str, out: FanOut) -> PlaneError:
 def group_places(snapshot: Snapshot, body: Mapping[str, Any]) -> dict[str, Any]:
     """Each worker's first rank in a group of the trainer (rank 0) and these workers.
 
-    A worker is one rank: it receives once for all ranks of its engine. In a group that the trainer forms by itself
+    A worker is one rank for each host that its engine spans: a host receives once for all of its ranks. In a group that
+    the trainer forms by itself
     (`form: torch`) there is one for each rank of its engine, and the trainer states in `rank_offset` how many ranks of
     its own come first. InvalidRequest before any rank joins if the caller's `world_size` is another one."""
     own, base = body.get("form") == "torch", 1
@@ -180,7 +181,7 @@ def group_places(snapshot: Snapshot, body: Mapping[str, Any]) -> dict[str, Any]:
     offsets, size = {}, base
     for member in sorted(snapshot, key=lambda each: each.instance_id):
         offsets[member.instance_id] = size
-        size += int(member.info.get("world_size") or 1) if own else 1
+        size += int(member.info.get("world_size") or 1) if own else member.hosts
     for name in ("rank_offset", "rank_offsets", "fleet_ranks"):
         if name in body and not (own and name == "rank_offset"):
             raise InvalidRequest(
@@ -189,7 +190,7 @@ def group_places(snapshot: Snapshot, body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("world_size", size) != size:
         raise InvalidRequest(
             f"world_size is {body['world_size']!r}; the trainer and "
-            + (f"the ranks of {len(offsets)} workers" if own else f"{len(offsets)} workers")
+            + f"the {'ranks' if own else 'hosts'} of {len(offsets)} workers"
             + f" are {size}",
             field="world_size",
             fix=f"give {size}" + ("" if own else ", or leave it out"),

@@ -50,6 +50,11 @@ class Member:
         engine."""
         return self.info.get("pipeline_stage")
 
+    @property
+    def hosts(self) -> int:
+        """The number of hosts that its engine spans. On each of them one process receives the weights."""
+        return max(1, len(self.info.get("nodes") or ()))
+
     def to_record(self) -> bytes:
         packed: bytes = msgpack.packb(
             {

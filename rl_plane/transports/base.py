@@ -293,8 +293,8 @@ class SenderContext:
         return members(self.run("workers", {}))
 
     def colocated(self, workers: Sequence[Mapping[str, Any]]) -> bool:
-        """True if all of these workers run on this machine."""
-        return all(worker["host"] == platform.node() for worker in workers)
+        """True if all of these workers run on this machine, with all hosts of their engines."""
+        return colocated(workers, platform.node())
 
     def address(self) -> tuple[str, int]:
         """(host, port) at which workers reach this rank: the options `host` and `port` (0: any free port). Each further
@@ -503,6 +503,16 @@ class PushingSender(Sender):
 def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The engines' rows of a reply to `workers`, without workers that have left: of these only the name is known."""
     return [row for row in engine_replies(reply) if "transports" in row]
+
+
+def receivers(workers: Sequence[Mapping[str, Any]]) -> int:
+    """The number of processes that receive for these workers: one on each host of each engine."""
+    return sum(len(worker.get("nodes") or (None,)) for worker in workers)
+
+
+def colocated(workers: Sequence[Mapping[str, Any]], host: str) -> bool:
+    """True if all of these workers run on this host, with all nodes of their engines."""
+    return all(place["host"] == host for worker in workers for place in (worker, *(worker.get("nodes") or ())))
 
 
 def world_size(workers: Sequence[Mapping[str, Any]]) -> int:

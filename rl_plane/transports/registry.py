@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_plane._util.plugins import SENDERS, plugins
 from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unsupported
-from rl_plane.transports.base import Sender, SenderContext
+from rl_plane.transports.base import Sender, SenderContext, colocated
 
 AUTO = "auto"
 
@@ -69,9 +69,9 @@ def candidates(
                 fix=f"install it there, or use one that all have: {', '.join(_common(workers, senders)) or 'none'}",
             )
         return [transport]
-    colocated = all(worker["host"] == (host or platform.node()) for worker in workers)
+    here = colocated(workers, host or platform.node())
     common = _common(workers, senders)
-    order: Sequence[str] = COLOCATED if colocated else REMOTE
+    order: Sequence[str] = COLOCATED if here else REMOTE
     if not trainer_stays:
         order = (*LASTING, *(name for name in order if name not in LASTING))
     found = [name for name in order if name in common and (name != "filesystem" or with_root)]

@@ -20,6 +20,7 @@ import pytest
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidWeights
 from tests.conftest import Plane, Spawned, lives
+from tests.support import each_transport
 from tests.support.broadcast_updates import free_port
 from tests.support.faults import Stream
 from tests.support.fleet_updates import update_of
@@ -67,7 +68,8 @@ class Nodes(Mixed):
                 engine=engine,
                 model=self.first,
                 nodes={"count": 2, "rank": rank, "address": address, "wait_s": START_S},
-                **{key: value for key, value in ARGUMENTS[engine].items() if key != "max_lora_rank"},
+                weight_urls=[self.plane.weight_server.url],
+                **ARGUMENTS[engine],
                 **PARTS[engine],
             )
             for rank in (1, 0)
@@ -130,6 +132,23 @@ async def test_an_update_reaches_both_nodes_or_neither(
     await proven(http, mixed, "two", mixed.tiny(2))
     (row,) = (await client.run("check_weights", {"action": "checksum"}))["workers"]
     assert len({rank["checksum"] for rank in row["ranks"]}) == 2
+
+
+@pytest.mark.parametrize("backend", each_transport.BACKENDS)
+async def test_each_transport(mixed: Nodes, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
+    await each_transport.bring(mixed, client, http, backend)
+
+
+async def test_weights_by_url(mixed: Nodes, client: RlClient, http: httpx.AsyncClient) -> None:
+    await each_transport.bring_by_url(mixed, client, http)
+
+
+async def test_what_a_trainer_says_to_one_sglang_server(
+    mixed: Nodes, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    if "vllm" not in mixed.ids:
+        pytest.skip("the host agents join a trainer's own group in the same way for both engines")
+    await each_transport.bring_call_by_call(mixed, client, http)
 
 
 @pytest.mark.parametrize("what", ["rank", "worker"])

@@ -73,6 +73,7 @@ class Part:
         self.numbers = numbers
         self._agents = Agents(numbers)
         self.begun, self.ended = self._agents.begun, self._agents.ended
+        self.hung: list[str] = []
 
     def ask(
         self, group: str, op: str, body: Mapping[str, Any], cancelled: Cancelled, timeout_s: float
@@ -81,7 +82,7 @@ class Part:
         return self._agents.ask(op, body, cancelled=cancelled, timeout_s=timeout_s)
 
     def silent(self, within_s: float) -> list[str]:
-        return []
+        return self.hung
 
 
 class Links:
@@ -333,6 +334,19 @@ def test_a_node_that_hangs(links: Links, monkeypatch: pytest.MonkeyPatch) -> Non
         assert str(head.hanging).startswith(f"{node.me.name} has not answered for")
     finally:
         go.set()
+
+
+def test_a_rank_of_a_node_hangs_while_it_loads(links: Links) -> None:
+    """The call ends: a worker would wait for half an hour for an engine that loads weights."""
+    head, node, client, _, there = links.pair()
+    caller: list[PlaneError | None] = []
+    thread = threading.Thread(target=lambda: caller.extend(together(partial(client.ask, "wait"))))
+    thread.start()
+    assert there.begun.wait(BOUND_S)
+    there.hung = ["rank 1"]
+    assert lost(head) == f"{node.me.name}: rank 1 does not answer for {HANG_S:g} s"
+    thread.join(BOUND_S)
+    assert [str(error) for error in caller] == [head.lost]
 
 
 def test_a_look_finds_an_end_at_once(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ answer."""
 SHORT_OUTAGE_S = 2.5
 
 
-Engine = Literal["fake", "hf", "vllm", "sglang"]
+Engine = Literal["fake", "hf", "vllm", "sglang", "vllm-nodes", "sglang-nodes"]
+"""`…-nodes`: the engine is over two nodes, and what is killed or stopped is on the second one."""
 Fault = Literal["kill", "stop"]
 Victim = Literal["worker", "engine", "coordinator", "nats"]
 """The process that is killed or stopped. `engine`: one of the processes of a worker's engine."""
@@ -57,6 +58,10 @@ class Case:
         return f"{self.engine}-{self.fault}-{self.child or self.victim}-{self.point}"
 
     @property
+    def on_node(self) -> bool:
+        return self.engine.endswith("-nodes")
+
+    @property
     def held_at(self) -> str:
         return {DECIDE: "prepare_update.after", LOAD: RECEIVE}.get(self.point, self.point)
 
@@ -64,8 +69,9 @@ class Case:
     def decided(self) -> bool | None:
         """The decision is written before the gate. None: who knows?"""
         prepared = not self.point.startswith("prepare_update") and self.point not in (RECEIVE, LOAD)
-        # A worker whose engine is dead may have answered before it notices.
-        return None if self.point == DECIDE or (self.victim == "engine" and not prepared) else prepared
+        # A worker whose engine is dead may have answered before it notices, and so may the head of a dead node.
+        late = self.victim == "engine" or self.on_node
+        return None if self.point == DECIDE or (late and not prepared) else prepared
 
     @property
     def of_a_worker(self) -> bool:
@@ -82,10 +88,13 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
         await _run_healing(fleet, case, chance)
         return
     coordinator, other = chance.sample(fleet.frontends, 2)
-    worker = chance.choice(fleet.worker_ids) if case.engine in ("fake", "hf") else fleet.worker_ids[0]
+    worker = chance.choice(fleet.worker_ids) if len(set(fleet.models.workers)) == 1 else fleet.worker_ids[0]
     policy = _policy(case, chance)
     # A rolling update comes to one worker after another.
     held = fleet.worker_ids if "barrier" not in policy and chance.random() < 0.5 else [worker]
+    place = fleet.node if case.on_node else worker
+    if case.on_node and case.held_at == RECEIVE:
+        held = [place]
     before = (await fleet.whole())["version"]
     weights = await fleet.checkpoint()
     label = f"{fleet.updates}-{case}"
@@ -96,7 +105,7 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
         "policy": policy,
     }
     key = uuid.uuid4().hex
-    victim = {"worker": worker, "engine": worker, "coordinator": coordinator, "nats": "nats"}[case.victim]
+    victim = {"worker": place, "engine": place, "coordinator": coordinator, "nats": "nats"}[case.victim]
     fleet.note(f"== {case}: {victim} at sequence {before['sequence']}, held {held}, {coordinator}, {policy}")
 
     fleet.hold(case.held_at, held, key)
@@ -134,6 +143,7 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
 
 async def _run_healing(fleet: RealFleet, case: Case, chance: random.Random) -> None:
     frontend, worker = chance.choice(fleet.frontends), fleet.worker_ids[0]
+    place = fleet.node if case.on_node else worker
     weights = await fleet.checkpoint()
     if weights == fleet.own:  # then it has nothing to receive
         weights = await fleet.checkpoint()
@@ -146,21 +156,22 @@ async def _run_healing(fleet: RealFleet, case: Case, chance: random.Random) -> N
     check(answer.status == 200, f"the update: {answer}")
     committed = (await fleet.whole())["version"]
     fleet.note(f"== {case}: {worker} at sequence {committed['sequence']}")
-    fleet.hold(RECEIVE, [worker], "")
+    fleet.hold(RECEIVE, [place], "")
     try:
-        fleet.kill(worker)
+        fleet.kill(place)
         await fleet.gone()
-        await fleet.started_to(RECEIVE, worker)
+        await fleet.started_to(RECEIVE, place)
         if case.victim == "engine":
-            fleet.kill_engine(worker, case.child)
+            fleet.kill_engine(place, case.child)
         else:
-            fleet.kill(worker)
+            fleet.kill(place)
         await fleet.gone()  # also while it receives
     finally:
         fleet.release()
     after = (await fleet.whole())["version"]
     due = ENGINE_DEAD if case.victim == "engine" else -signal.SIGKILL
-    check(fleet.ended[worker] == due, f"it has ended with {fleet.ended[worker]}")
+    check(fleet.ended[place] == due, f"{place} has ended with {fleet.ended[place]}")
+    check(not case.on_node or fleet.ended[worker] == ENGINE_DEAD, f"{worker}: {fleet.ended[worker]}")
     check((after, after["digest"]) == (committed, weights.digest), f"{after} is not {committed}")
     await _check_served(fleet)
 
@@ -202,16 +213,16 @@ async def _strike(
         fleet.release()
         answer = await _ended(update)
         return answer if answer.clear else await repeat()
-    fleet.stop(victim)
-    try:
+    with fleet.engine_stopped(victim, case.child) if case.victim == "engine" else fleet.stopped(victim):
         fleet.release()
         if case.of_a_worker:
-            return await _ended(update)
+            await _ended(update)
+            if case.on_node:  # the other worker does
+                await _check_served(fleet)
+            return update.result()
         if case.victim == "coordinator":  # its lease runs out, and another coordinator takes over
             return await repeat()
         await asyncio.sleep(OUTAGE_S if long else SHORT_OUTAGE_S)
-    finally:
-        fleet.go_on(victim)
     answer = await _ended(update)
     return answer if answer.clear else await repeat()
 

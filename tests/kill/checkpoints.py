@@ -38,6 +38,10 @@ class Models(Protocol):
         """The flags of `rl-plane worker`, for each worker of the fleet."""
 
     @property
+    def nodes(self) -> int:
+        """The number of nodes of the first worker's engine."""
+
+    @property
     def pause_s(self) -> float:
         """The seconds between two requests of a client."""
 
@@ -50,6 +54,7 @@ class Models(Protocol):
 
 class FakeModels:
     workers = (("--engine", "fake", "--engine-arg", "token_delay_s=0.02"),) * 3
+    nodes = 1
     pause_s = 0.05
 
     def __init__(self, root: Path) -> None:
@@ -72,6 +77,7 @@ _MAKE_WITNESSES = (
 class WitnessModels:
     dtype = "float32"
     workers: Sequence[Sequence[str]] = (("--engine", "hf", "--device", "cpu"),) * 3
+    nodes = 1
     pause_s = 0.15
     seeds = 5
 
@@ -95,6 +101,10 @@ class WitnessModels:
         return witness_next_token(self._seeds[digest], context[-1])
 
 
+HANGS = ("--engine-hang-s", "10")
+"""A stopped rank ends its worker after so many seconds."""
+
+
 class VllmModels(WitnessModels):
     """The models of a fleet in which a worker of another engine continues beside the killed one."""
 
@@ -107,7 +117,25 @@ class VllmModels(WitnessModels):
 
 
 class SglangModels(VllmModels):
-    workers = (("--engine", "sglang", "--device", "cpu"), ("--engine", "hf", "--device", "cpu"))
+    workers: Sequence[Sequence[str]] = (
+        ("--engine", "sglang", "--device", "cpu"),
+        ("--engine", "hf", "--device", "cpu"),
+    )
+
+
+class VllmOnNodes(VllmModels):
+    """The models of a fleet whose first worker has an engine over two nodes."""
+
+    nodes = 2
+    workers = (
+        (*VllmModels.workers[0], "--engine-arg", "tensor_parallel_size=2", *HANGS),
+        VllmModels.workers[1],
+    )
+
+
+class SglangOnNodes(SglangModels):
+    nodes = 2
+    workers = ((*SglangModels.workers[0], "--engine-arg", "tp_size=2", *HANGS), SglangModels.workers[1])
 
 
 MODELS: dict[str, Callable[[Path], Models]] = {
@@ -115,4 +143,6 @@ MODELS: dict[str, Callable[[Path], Models]] = {
     "hf": WitnessModels,
     "vllm": VllmModels,
     "sglang": SglangModels,
+    "vllm-nodes": VllmOnNodes,
+    "sglang-nodes": SglangOnNodes,
 }

@@ -8,8 +8,8 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.conftest import lives, stop_process
 from tests.kill.checkpoints import MODELS, Checkpoint, Wrong, check
 from tests.kill.clients import TRANSIENT, Rollouts, Version, Weights
 from tests.kill.held import installed
+from tests.support.broadcast_updates import free_port
 from tests.support.kept_fleet import KeptFleet
 from tests.support.paths import ROOT
 from worker.testing.phase_hooks import VARIABLE as HOLD_DIR
@@ -93,6 +94,8 @@ class RealFleet(KeptFleet):
         self.models = MODELS[engine](self.weights)
         self.worker_ids = [secrets.token_hex(8) for _ in self.models.workers]
         """The ids of the workers. Where engines differ, the first worker has the engine that the fleet tests."""
+        self.node = ""
+        """The name of the process of the first worker's second node, if its engine has nodes."""
         self.frontends = [f"frontend-{number}" for number in range(FRONTENDS)]
         self.committed: dict[Version, Weights] = {}
         self.updates = 0
@@ -114,10 +117,14 @@ class RealFleet(KeptFleet):
         self.start_nats()
         for name in self.frontends:
             self.keep_frontend(name)
+        common = ("--model", str(self.own.path), "--weight-root", str(self.weights))
+        nodes: tuple[str, ...] = ()
+        if self.models.nodes > 1:
+            nodes = ("--nnodes", str(self.models.nodes), "--dist-init-addr", f"127.0.0.1:{free_port()}")
+            self.node = self.keep_node(self.worker_ids[0], 1, *common, *self.models.workers[0], *nodes)
         for instance_id, flags in zip(self.worker_ids, self.models.workers, strict=True):
-            self.keep_worker(
-                instance_id, "--model", str(self.own.path), "--weight-root", str(self.weights), *flags
-            )
+            self.keep_worker(instance_id, *common, *flags, *nodes)
+            nodes = ()
         await self.ready()
         version = (await self.whole())["version"]
         self.committed[version["run"], version["sequence"]] = (version["label"], version["digest"])
@@ -150,17 +157,50 @@ class RealFleet(KeptFleet):
         return child
 
     def _doom(self, pid: int) -> None:
-        process = psutil.Process(pid)
-        self._doomed = [process, *process.children(recursive=True)]
+        """Notes the processes that end with this one. A node takes the whole engine with it."""
+        ends = [psutil.Process(pid)]
+        if self.node and pid == self._child(self.node).pid:
+            ends.append(psutil.Process(self._child(self.worker_ids[0]).pid))
+        self._doomed = [one for end in ends for one in (end, *end.children(recursive=True))]
 
-    def kill_engine(self, instance_id: str, name: str) -> None:
-        """The process of the worker's engine that has this name. The worker may be starting."""
-        self._doom(self._child(instance_id).pid)
-        _, *children = self._doomed
-        named = tuple(prefix + name for prefix in VITAL)
-        (child,) = [child for child in children if _name(child).startswith(named)]
-        self.note(f"the test kills {child.name()} ({child.pid}) of {instance_id}")
-        child.kill()
+    def _of_engine(self, name: str, child: str) -> psutil.Process:
+        """The process of an engine that has this name. `name`: the worker or the node, which may be starting."""
+        named = tuple(prefix + child for prefix in VITAL)
+        family = psutil.Process(self._child(name).pid).children(recursive=True)
+        (found,) = [one for one in family if _name(one).startswith(named)]
+        return found
+
+    def kill_engine(self, name: str, child: str) -> None:
+        self._doom(self._child(name).pid)
+        victim = self._of_engine(name, child)
+        self.note(f"the test kills {victim.name()} ({victim.pid}) of {name}")
+        victim.kill()
+
+    @contextmanager
+    def engine_stopped(self, name: str, child: str) -> Iterator[None]:
+        victim = self._of_engine(name, child)
+        self.note(f"the test stops {victim.name()} ({victim.pid}) of {name}")
+        victim.suspend()
+        try:
+            yield
+        finally:
+            with suppress(psutil.NoSuchProcess):  # its worker has ended
+                victim.resume()
+
+    @contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        """A node stops with all of its processes, as a host does that hangs."""
+        self.stop(name)
+        others = psutil.Process(self.pid(name)).children(recursive=True) if name == self.node else []
+        for other in others:
+            other.suspend()
+        try:
+            yield
+        finally:
+            for other in others:
+                with suppress(psutil.NoSuchProcess):
+                    other.resume()
+            self.go_on(name)
 
     async def gone(self) -> None:
         """Waits until no process of the last kill is left."""

@@ -154,7 +154,7 @@ def _failures_of_vllm(engine: Any) -> Failures:
     async def lost_file(method: str, *arguments: Any) -> Any:
         if method == "rl_plane_add_lora" and not lost:
             lost.append(arguments[1])
-            os.unlink(os.path.join(arguments[1], "adapter_model.safetensors"))
+            os.unlink(process.directory / arguments[1] / "adapter_model.safetensors")
         return await really(method, *arguments)
 
     async def not_there(method: str, *arguments: Any) -> Any:

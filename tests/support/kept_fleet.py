@@ -66,6 +66,14 @@ class KeptFleet:
         """Starts a worker. Its engine's processes too have the worker's id in their environment."""
         self._keep(instance_id, "worker", "--drain-s", "1", *flags, RL_PLANE_INSTANCE_ID=instance_id)
 
+    def keep_node(self, instance_id: str, rank: int, *flags: str) -> str:
+        """Starts a node of a worker that is not the head, and returns the name of its process, which stands for the
+        worker's id in the environment of its engine's processes."""
+        name = f"{instance_id}-node{rank}"
+        own = ("--instance-id", instance_id, "--node-rank", str(rank))
+        self._keep(name, "worker", "--drain-s", "1", *flags, *own, RL_PLANE_INSTANCE_ID=name)
+        return name
+
     def _keep(self, name: str, what: str, *flags: str, **environment: str) -> SupervisedProcess:
         kept = SupervisedProcess(name, self._argv(what, *flags), self._environment | environment, restart=True)
         self._supervisor.supervise(kept)

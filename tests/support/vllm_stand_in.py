@@ -76,6 +76,7 @@ class Process:
         self.llm = llm
         self.ranks = ranks or self
         self.host = self
+        self.directory = None
 
     def check_alive(self) -> None:
         pass
@@ -97,7 +98,7 @@ class Process:
         pass
 
     def rows(self, op: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{"rank": 0, "path": f"/nowhere/{body['staging']}"}]
+        return [{"rank": 0}]
 
 
 class Streams:

@@ -57,8 +57,6 @@ DIGEST_WAIT_S = 1800.0
 BEGIN_WAIT_S = 120.0
 """Seconds for the agents of a node to describe the model. They import torch meanwhile."""
 
-GROUPS = ("gloo", "nccl")
-NO_GROUPS = "a group has one receiver for each worker, and an engine over several hosts has one for each host"
 ONE_HOST_ONLY = ("ipc",)
 NO_MEMORY = "it reads the memory of a trainer on the same host, and the nodes of this engine are on several"
 
@@ -83,6 +81,8 @@ class HeadLink(NodeLink):
         self._changed = asyncio.Event()
         self._silent: dict[int, str] = {}
         """Node rank → why it seems to hang."""
+        self._silent_since: dict[int, float] = {}
+        """Node rank → when agents of it began to be silent."""
         self._calls: set[NodeCalls] = set()
         self._warned: set[str] = set()
         self._transports: list[frozenset[str]] = []
@@ -205,7 +205,7 @@ class HeadLink(NodeLink):
     def lacking_transports(self) -> dict[str, str]:
         """Transport → why it can't bring weights to an engine over several hosts."""
         apart = len({node.host for node in (self.me, *self.nodes)}) > 1
-        return dict.fromkeys(GROUPS, NO_GROUPS) | (dict.fromkeys(ONE_HOST_ONLY, NO_MEMORY) if apart else {})
+        return dict.fromkeys(ONE_HOST_ONLY, NO_MEMORY) if apart else {}
 
     def check_digests(self, tied: Mapping[str, str], own: str) -> None:
         """Raises Conflict unless every node has loaded the weights that the head has loaded."""
@@ -294,9 +294,14 @@ class HeadLink(NodeLink):
         if silent_s:
             self._silent[node.rank] = f"{node.name} has not answered for {silent_s:.0f} s"
         elif silent := answer.get("silent"):
-            self._silent[node.rank] = f"{node.name}: {', '.join(silent)} does not answer"
+            why = self._silent[node.rank] = f"{node.name}: {', '.join(silent)} does not answer"
+            now = time.monotonic()
+            # Agents answer on threads of their own: also while their ranks load weights.
+            if now - self._silent_since.setdefault(node.rank, now) >= self._hang_s:
+                self.lose(f"{why} for {self._hang_s:g} s")
         else:
             self._silent.pop(node.rank, None)
+            self._silent_since.pop(node.rank, None)
 
     @property
     def hanging(self) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.base import LendingSender, SenderContext
+from rl_plane.transports.base import LendingSender, SenderContext, receivers
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers
 from rl_plane.transports.ipc.host_buffers import HostBuffers
 from rl_plane.transports.ipc.in_place import LentTensors, pack_modules
@@ -198,4 +198,4 @@ def build(context: SenderContext, cuda: TorchCuda = TORCH_CUDA) -> IpcSender:
         return all(str(row.get("device", "")).startswith("cuda") for row in rows)
 
     layout = context.options.get("layout", "packed")
-    return IpcSender(lambda: len(context.workers()), layout=layout, on_gpus=on_gpus, cuda=cuda)
+    return IpcSender(lambda: receivers(context.workers()), layout=layout, on_gpus=on_gpus, cuda=cuda)

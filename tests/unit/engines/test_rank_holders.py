@@ -80,7 +80,7 @@ def holder_of(
 ) -> Any:
     model = make_tiny_model(directory / "model", 1, "bfloat16", **shape)
     if kind == "vllm":
-        return VllmHolder(model, directory, runner, 1, {})
+        return VllmHolder(model, directory, runner, False, {})
     updater = SimpleNamespace(_select_runners=lambda: [("target", runner)])
     tp_worker = SimpleNamespace(model_runner=runner)
     return SglangHolder(model, SimpleNamespace(tp_worker=tp_worker, weight_updater=updater), check)
@@ -264,7 +264,7 @@ def test_vllm_takes_the_types_that_its_load_has_shown(tmp_path: Path) -> None:
     """A parameter has another name in vLLM, and one under an adapter has another name yet."""
     name = "model.layers.0.mlp.up_proj.weight"
     model = make_tiny_model(tmp_path / "model", 1, "float32")
-    holder = VllmHolder(model, tmp_path, Runner(torch.device("cpu")), 0, {name: torch.float32})
+    holder = VllmHolder(model, tmp_path, Runner(torch.device("cpu")), True, {name: torch.float32})
     assert {key for key, spec in holder.spec.tensors.items() if spec.dtype == "F32"} == {name}
 
 

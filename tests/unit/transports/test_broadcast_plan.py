@@ -15,6 +15,7 @@ from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.validation import parse_body
 from rl_plane.protocol.vllm_bodies import InitInfo, Transfer, UpdateInfo, init_body, part_body
 from rl_plane.sync import call_bound_s
+from rl_plane.transports.base import colocated, receivers
 from rl_plane.transports.group.broadcast_plan import chunks, pieces
 from rl_plane.transports.group.rank_layout import Place
 
@@ -105,6 +106,21 @@ def fleet(*sizes: int) -> Snapshot:
         for number, size in enumerate(sizes)
     )
     return Snapshot(1, "print", members)
+
+
+def test_an_engine_over_several_hosts_has_a_receiver_on_each() -> None:
+    one, two = (
+        {"host": "a", "world_size": 4},
+        {"host": "a", "world_size": 8, "nodes": [{"host": "a"}, {"host": "b"}]},
+    )
+    members = [
+        Member(name, "incarnation", "server", number, number + 1, info)
+        for number, (name, info) in enumerate({"first": two, "second": one}.items())
+    ]
+    places = group_places(Snapshot(1, "print", tuple(members)), {})
+    assert places == {"world_size": 4, "rank_offsets": {"first": 1, "second": 3}}
+    assert receivers([one, two]) == 3
+    assert [colocated(workers, "a") for workers in ([one], [one, two])] == [True, False]
 
 
 def test_each_worker_has_its_place_behind_the_trainers() -> None:

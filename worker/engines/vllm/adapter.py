@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import shutil
 from collections.abc import AsyncGenerator, Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -49,9 +48,6 @@ _SECOND_RUNNER = (
     "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
 )
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
-_LORA_OF_ONE_HOST = (
-    "vLLM reads an adapter's files in every rank, and the files are on one host: run it on one host"
-)
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"
 
 
@@ -66,13 +62,11 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Lora:
-    """A loaded adapter: vLLM's number for it, and the path of its files, which stay while it is loaded."""
+    """A loaded adapter: vLLM's number for it, and the name of the directory of its files. Each host has these files
+    while the adapter is loaded."""
 
     number: int
-    path: str
-
-    def request(self) -> Any:
-        return lora_request(self.number, self.path)
+    files: str
 
 
 def build(options: EngineOptions) -> FullEngine:
@@ -155,9 +149,7 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
             lacking |= {"release_memory": reason, "resume_memory": reason}
         if self._head is not None:
             return lacking | NO_POOLING_LORA | {"score": NO_LOGPROBS}
-        if self._options.nodes is not None:
-            lacking |= {"prepare_update:lora": _LORA_OF_ONE_HOST, "update_weights:lora": _LORA_OF_ONE_HOST}
-        elif self.process.config.lora_config is None:
+        if self.process.config.lora_config is None:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         config = self.process.config
         wrong: str | None = None
@@ -217,7 +209,15 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
 
     def _lora_of(self, request: GenerateRequest) -> Any:
         check_adapter(request.adapter, self._loras, "model")
-        return None if request.adapter is None else self._loras[request.adapter].request()
+        if request.adapter is None:
+            return None
+        lora = self._loras[request.adapter]
+        return lora_request(lora.number, self._path_of(lora))
+
+    def _path_of(self, lora: _Lora) -> str:
+        """The path by which requests name an adapter. No rank reads it: each of them has loaded the adapter by
+        `_add_lora`, on other hosts from another path."""
+        return str(self.process.directory / lora.files) if self.process.directory is not None else lora.files
 
     def _label(self, name: str | None, adapter: str | None) -> Label:
         state = self._states.get(name or "") or _State()
@@ -287,7 +287,7 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         return None if None in kept else [key for keys in kept for key in keys or ()]
 
     async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
-        lora = None if adapter is None else (self._loras[adapter].number, self._loras[adapter].path)
+        lora = None if adapter is None else (self._loras[adapter].number, self._path_of(self._loras[adapter]))
         llm = self.process.llm
         await self._freeze()
         scores = await self.process.on_cores(METHOD, sequences, lora)
@@ -354,11 +354,15 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         except InvalidRequest:
             await asyncio.to_thread(self._forget, staging)
             raise
+        number = next(self._numbers)
+        lora = _Lora(before.number if before is not None else number, f"adapter-{number}")
         try:
-            rows = await asyncio.to_thread(self.process.ranks.rows, "take_adapter", {"staging": staging})
+            await self._on_agents("keep_adapter", staging=staging, files=lora.files)
+        except BaseException:
+            await self._drop_files(lora)
+            raise
         finally:
             await asyncio.to_thread(self._forget, staging)
-        lora = _Lora(before.number if before is not None else next(self._numbers), rows[0]["path"])
         try:
             assert version is not None, "of an adapter that is loaded"
             await self._add_lora(lora)
@@ -370,8 +374,16 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
             raise
         self._loras[name] = lora
         if before is not None:
-            await asyncio.to_thread(shutil.rmtree, before.path, ignore_errors=True)
+            await self._drop_files(before)
         return flushed
+
+    async def _on_agents(self, op: str, **body: Any) -> None:
+        await asyncio.to_thread(self.process.ranks.rows, op, body)
+
+    async def _drop_files(self, lora: _Lora) -> None:
+        """Deletes an adapter's files on all hosts. Those that stay are deleted with the engine's directory."""
+        with contextlib.suppress(PlaneError):
+            await self._on_agents("drop_adapter", files=lora.files)
 
     def _lora_places(self) -> int | None:
         from vllm.platforms import current_platform
@@ -385,7 +397,7 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
     async def _add_lora(self, lora: _Lora) -> None:
         """Replaces the adapter of this number, if there is one. On a rank where this one does not load, the old one
         stays."""
-        await self.process.on_ranks("rl_plane_add_lora", lora.number, lora.path)
+        await self.process.on_ranks("rl_plane_add_lora", lora.number, lora.files)
 
     async def _remove_lora(self, lora: _Lora) -> None:
         await self.process.on_ranks("rl_plane_remove_lora", lora.number)
@@ -398,7 +410,7 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
                 with contextlib.suppress(PlaneError):  # the first error counts
                     await self._remove_lora(lora)
         finally:
-            await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
+            await self._drop_files(lora)
 
     async def _put_back(self, name: str, lora: _Lora, error: BaseException) -> None:
         """Restores the adapter on every rank, whatever each rank has. If that fails, the ranks may differ: no request
@@ -418,7 +430,7 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         del self._loras[name]
         streams = self._requests_in_vllm()
         await self.process.ask(streams.abort(streams.of_adapter(name)))
-        await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
+        await self._drop_files(lora)
 
     async def _unload(self, name: str, lora: _Lora | None) -> bool:
         """Does everything that may fail before the adapter is removed. Its version stays in the state until the next

@@ -16,6 +16,8 @@ class Here:
     """The model's directory on this host."""
     directory: str
     """The directory of the agents' sockets and other files."""
+    first_rank: int
+    """The first rank of this host. It writes the files of adapters."""
 
     @classmethod
     def read(cls) -> Here:

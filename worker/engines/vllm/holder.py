@@ -26,32 +26,34 @@ IDENTITY_ROWS = 256
 
 
 class VllmStagedAdapter:
-    """An adapter's files in the engine's private directory: vLLM reads adapters from files. Only the first rank has
-    files. They are deleted with this object, unless they are taken."""
+    """An adapter's files in the engine's private directory: vLLM reads adapters from files. Only the first rank of a
+    host has files. They are deleted with this object, unless they are taken."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._remove = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True) if path else None
 
-    def take(self) -> str | None:
-        if self._remove is not None:
+    def take(self, path: Path) -> None:
+        """Moves the files, which belong to the caller from now on."""
+        if self._path is not None and self._remove is not None:
+            self._path.rename(path)
             self._remove.detach()
-        return str(self._path) if self._path is not None else None
 
 
 class VllmHolder(RankHolder):
     """The weights of one rank."""
 
     def __init__(
-        self, model: Path, directory: Path, runner: Any, rank: int, loaded: Mapping[str, torch.dtype]
+        self, model: Path, directory: Path, runner: Any, writes: bool, loaded: Mapping[str, torch.dtype]
     ) -> None:
-        """`loaded`: the types in which vLLM has put the tensors of the checkpoint, as its load has shown."""
+        """`writes`: this rank writes the files of adapters, for all ranks of its host. `loaded`: the types in which
+        vLLM has put the tensors of the checkpoint, as its load has shown."""
         _check_reloads(runner.get_model())
         dtypes = {name: tensor.dtype for name, tensor in runner.model.state_dict().items()}
         super().__init__(model, runner.model_config.dtype, runner.device, {**dtypes, **loaded})
         self._directory = directory
         self._runner = runner
-        self._rank = rank
+        self._writes = writes
         self._staged_adapters = 0
         self.checks = VllmChecks(runner.model, self._lock)
 
@@ -83,20 +85,28 @@ class VllmHolder(RankHolder):
     ) -> VllmStagedAdapter:
         lora, modules, spec = self._adapter(config)
         copies = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
+        if not self._writes:
+            return VllmStagedAdapter(None)  # all ranks of a host read the same files
         lora, copies = with_even_ranks(lora, modules, copies)
-        if self._rank != 0:
-            return VllmStagedAdapter(None)  # all ranks read the first one's files
         self._staged_adapters += 1
-        path = self._directory / f"adapter-{self._staged_adapters}"
+        path = self._directory / f"staged-adapter-{self._staged_adapters}"
         staged = VllmStagedAdapter(path)
         write_adapter(path, lora, modules, copies)
         return staged
 
-    def files_of_adapter(self, staging: str) -> str | None:
-        """Returns the directory of an adapter's files, which belong to the caller from now on."""
+    def path_of_adapter(self, files: str) -> Path:
+        """Returns the directory of an adapter's files on this host. Every host has it under the same name."""
+        return self._directory / files
+
+    def keep_adapter(self, staging: str, files: str) -> None:
+        """Keeps a staged adapter's files under this name, until `drop_adapter`."""
         staged = self.take_adapter(staging)
         assert isinstance(staged, VllmStagedAdapter), "the holder's own"
-        return staged.take()
+        staged.take(self.path_of_adapter(files))
+
+    def drop_adapter(self, files: str) -> None:
+        if self._writes:
+            shutil.rmtree(self.path_of_adapter(files), ignore_errors=True)
 
     def _max_rank(self) -> int:
         limits = self._runner.lora_config

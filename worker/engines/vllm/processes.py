@@ -158,7 +158,7 @@ class VllmProcess(EngineProcess):
         )
         if replicas > 1:
             _check_model(given, replicas)
-        here = Here(str(self.options.model.absolute()), str(directory))
+        here = Here(str(self.options.model.absolute()), str(directory), nodes.rank * ranks)
         with environment(directory, binding, self.options.deterministic, eager, here):
             if self._is_head:
                 self._engine = AsyncLLM.from_engine_args(given)

@@ -33,7 +33,8 @@ class RankExtension:
             # At each reload, vLLM warns of tables that are in no checkpoint.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
             directory, number = Path(here.directory), _number(self)
-            holder = VllmHolder(Path(here.model), directory, self.model_runner, number, dtypes_of_load())
+            writes = number == here.first_rank
+            holder = VllmHolder(Path(here.model), directory, self.model_runner, writes, dtypes_of_load())
             self.rl_plane_holder = holder
             methods = holder.agent_methods(directory, number) | _methods(holder)
             # With the second model runner the adapter refuses such requests.
@@ -58,8 +59,11 @@ class RankExtension:
     # These replace vLLM's own calls for adapters. If one of those raises in a rank, vLLM takes the answers of the later
     # ranks for answers to the next call.
 
-    def rl_plane_add_lora(self, number: int, path: str) -> dict[str, Any]:
+    def rl_plane_add_lora(self, number: int, files: str) -> dict[str, Any]:
+        """`files`: the name of the directory of the adapter's files."""
+
         def add() -> None:
+            path = str(self.rl_plane_holder.path_of_adapter(files))
             if not self.model_runner.add_lora(lora_request(number, path, anew=True)):
                 raise EngineFailed("vLLM did not load the adapter")
 
@@ -84,7 +88,8 @@ def _number(worker: Any) -> int:
 
 def _methods(holder: VllmHolder) -> dict[str, Method]:
     return {
-        "take_adapter": lambda body, cancelled: {"path": holder.files_of_adapter(body["staging"])},
+        "keep_adapter": lambda body, cancelled: holder.keep_adapter(body["staging"], body["files"]),
+        "drop_adapter": lambda body, cancelled: holder.drop_adapter(body["files"]),
         "check": lambda body, cancelled: _check(holder, body["action"], body["scope"]),
     }
 

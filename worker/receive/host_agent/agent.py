@@ -91,6 +91,12 @@ class HostAgent:
         return windows.ask(body["rank"] - self._first, body["number"], cancelled)
 
     def _init_transport(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
-        # A trainer that has formed a group by itself waits for all ranks: the host agent joins in place of each.
-        own = body.get("form") == "torch" and isinstance(body.get("rank_offset"), int)
-        self.receiver.init_transport({**body, "members": self._ranks} if own else body)
+        place: dict[str, Any] = {}
+        if isinstance(offset := body.get("rank_offset"), int):  # of the worker, whose hosts follow one another
+            if body.get("form") == "torch":
+                # A trainer that has formed a group by itself waits for all ranks: the host agent joins in place of
+                # each rank of this host.
+                place = {"rank_offset": offset + self._first, "members": self._ranks}
+            else:
+                place = {"rank_offset": offset + self._first // self._ranks}
+        self.receiver.init_transport({**body, **place})
