@@ -23,7 +23,6 @@ from rl_plane.bus.token_stream import CREDIT_INTERVAL_S, Outbox, StreamSender
 from rl_plane.errors import EngineFailed, InvalidRequest, Overloaded, PlaneError, Unavailable
 from rl_plane.protocol.envelope import MAX_ID_CHARS
 from rl_plane.protocol.generation import (
-    GATHER_S,
     MAX_STREAMS,
     GenerateDelta,
     GenerateRequest,
@@ -186,8 +185,7 @@ class GenerationService:
             try:
                 request = self._admit(stream_id, body)
                 await sender.send({"accepted": self._accepted()}, ACCEPTED_WITHIN_S)
-                gather_s = max(0.0, min(body.get("gather_s", 0.0), GATHER_S))
-                await self._generate(request, sender, gather_s, span)
+                await self._generate(request, sender, span)
             except PlaneError as error:
                 span.end(error)
                 # The frontend may retry on another worker, and then only this log has the error.
@@ -221,13 +219,13 @@ class GenerationService:
             "version": version.to_wire() if version else None,
         }
 
-    async def _generate(self, request: GenerateRequest, sender: StreamSender, gather_s: float, span: Span) -> None:
+    async def _generate(self, request: GenerateRequest, sender: StreamSender, span: Span) -> None:
         size = request.prompt_size()
         span.set(prompt_tokens=size, max_tokens=request.max_tokens)
         share = TokenShare(self._state.tokens, size)
         made, began = 0, self._numerics.cuts
         try:
-            async for batch in self._engine.stream(self._deltas(request), gather_s):
+            async for batch in self._engine.stream(self._deltas(request), request.gather_s):
                 await self._may_deliver(began)
                 for delta in joined(batch):
                     if delta.token_ids:
@@ -274,7 +272,7 @@ def _check_message(body: dict[str, Any], reply: str) -> None:
         return
     if not reply:
         raise ValueError("no reply subject")
-    for name, kind in (("sequence", int), ("incarnation", str), ("gather_s", float)):
+    for name, kind in (("sequence", int), ("incarnation", str)):
         if body.get(name) is not None and type(body[name]) is not kind:
             raise ValueError(name)
 

@@ -66,7 +66,7 @@ class GenerationCall:
         self._deliveries = 0
         """Messages with tokens that came from workers."""
         self._gather_s = 0.0
-        """The seconds for which workers gather tokens."""
+        """The `gather_s` of the requests."""
         self._prompt_tops = 0
         """The likeliest tokens of all prompts that have come, at all of their places."""
         self._choices = [Choice(index=index) for index in range(len(plan.requests))]
@@ -176,12 +176,11 @@ class GenerationCall:
         plan = self._plan
         request, demands = self._request_of(index)
         events = self._service.engines.generate(
-            request,
+            request.model_copy(update={"gather_s": self._gather_s}),
             plan.instance_id,
             demands,
             plan.session,
             plan.any_length,
-            self._gather_s,
             self._span,
         )
         return _without_tokens(events) if plan.scores_only else events

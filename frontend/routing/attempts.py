@@ -89,21 +89,19 @@ class Attempts:
         stream_id: str,
         member: Member,
         affinity: Affinity = NO_AFFINITY,
-        gather_s: float = 0.0,
         span: Span = OFF,
     ) -> AsyncGenerator[Accepted | GenerateDelta, None]:
         """Yields Accepted, then deltas with checked spans; the last delta has `finish_reason`. Closing it aborts.
 
         Nothing is awaited before the request is sent, so the lease and the record that chose the worker still hold.
-        `gather_s`: the worker may gather tokens for so long, to send fewer messages. `span`: the try's own, which the
-        worker gets as its parent."""
+        `span`: the try's own, which the worker gets as its parent."""
         may_make, witnesses = partial(self._status.may_make, member), bool(member.info.get("witnesses", True))
         history = self._committed.history
         check = SpanCheck(history, request.adapter, history.count, may_make, witnesses, self._limits.stale_after_s)
         opened = self._router.on_start(member.instance_id, request.prompt_size(), affinity)
         try:
             async with (
-                self._stream(request, stream_id, member, gather_s, span) as stream,
+                self._stream(request, stream_id, member, span) as stream,
                 aclosing(stream.batches()) as batches,
             ):
                 first, *batch = await _first(batches, self._limits.accept_timeout_s)
@@ -135,14 +133,13 @@ class Attempts:
 
     @asynccontextmanager
     async def _stream(
-        self, request: GenerateRequest, stream_id: str, member: Member, gather_s: float, span: Span
+        self, request: GenerateRequest, stream_id: str, member: Member, span: Span
     ) -> AsyncIterator[IncomingStream]:
         """Sends the request. The stream that answers it fails when the worker is lost, and is closed at the end."""
         message = {
             "request": request.model_dump(exclude_defaults=True),
             "sequence": self._committed.sequence,
             "incarnation": member.incarnation,
-            "gather_s": gather_s,
         }
         subject = self._view.subjects.generate(member.instance_id)
         streams = self._streams.setdefault(member.instance_id, set())

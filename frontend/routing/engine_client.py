@@ -111,7 +111,6 @@ class EngineClient:
         demands: Demands = NO_DEMANDS,
         session: str | None = None,
         any_length: bool = False,
-        gather_s: float = 0.0,
         span: Span = OFF,
     ) -> AsyncGenerator[Event, None]:
         """Yields Accepted, then deltas with checked spans; the last delta has `finish_reason`. Closing it aborts the
@@ -119,8 +118,7 @@ class EngineClient:
 
         Accepted may come again: its `at` says whether another worker has begun anew or continues. A request that is
         aborted before a worker has it yields only the last delta. `any_length`: the caller did not choose
-        `max_tokens`, so fewer tokens will do where there is no room for so many. `gather_s`: as in `Attempts.run`.
-        `span`: the call's own."""
+        `max_tokens`, so fewer tokens will do where there is no room for so many. `span`: the call's own."""
         loop = asyncio.get_running_loop()
         progress = GenerationProgress(request)
         affinity = Affinity(session, beginnings_of(request) if pinned is None else None)
@@ -155,7 +153,7 @@ class EngineClient:
                 has_token, trying = False, begin_attempt(span, stream_id, attempt, member)
                 try:
                     rest = progress.rest(tried.most)
-                    tries_of = self._attempts.run(rest, stream_id, member, affinity, gather_s, trying)
+                    tries_of = self._attempts.run(rest, stream_id, member, affinity, trying)
                     async with aclosing(tries_of) as events:
                         async for event in events:
                             if isinstance(event, Accepted):

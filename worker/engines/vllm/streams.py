@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -87,7 +88,10 @@ class Streams:
         made, finished = 0, False
         try:
             queue = await self._submit(stream, request, prompt, lora)
+            ended = _end_of(queue)
             while not finished:
+                if made and request.gather_s:
+                    await _passed(ended, request.gather_s)  # the queue joins what comes meanwhile
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 (choice,) = output.outputs
@@ -217,6 +221,26 @@ class Streams:
             starts = list(state.weight_version_starts) if state is not None else []
         for index in range(made, made + count):
             yield next((name for name, start in reversed(starts) if start <= index), None)
+
+
+def _end_of(queue: Any) -> asyncio.Event:
+    """An event that is set when vLLM's queue of a request gets the last output, or an error."""
+    ended, put = asyncio.Event(), queue.put
+
+    def noticing(output: Any) -> None:
+        put(output)
+        if isinstance(output, Exception) or output.finished:
+            ended.set()
+
+    queue.put = noticing
+    return ended
+
+
+async def _passed(ended: asyncio.Event, most_s: float) -> None:
+    """Waits for the event, at most for so long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(most_s):
+            await ended.wait()
 
 
 def _prompt_logprobs(steps: list[Any], prompt: list[int]) -> list[float | None]:
