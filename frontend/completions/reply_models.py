@@ -75,7 +75,7 @@ class ReplyMessage(ReplyModel):
     role: Literal["assistant"]
     content: str
     tool_calls: list[dict[str, Any]] | None = None
-    """The calls that `tool_choice` has forced."""
+    """The calls that the text has: those that `tool_choice` has forced, or those that the model made by itself."""
 
 
 class ChatChoice(ReplyChoice):

@@ -17,7 +17,7 @@ from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.fleet_reply_types import LeftWorker
 from rl_plane.protocol.process_notices import ExitNotice
 
-log = logging.getLogger("frontend.metrics.departures")
+log = logging.getLogger("frontend.routing.departures")
 
 REASONS = ("ended", "engine", "connection", "silent", "replaced")
 """The reasons that docs/metrics.md explains."""

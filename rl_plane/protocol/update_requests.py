@@ -719,8 +719,8 @@ class UpdateCall(_Update):
     transport: Transport | None = None
     """The transport of the weights. Give this or `rollback`."""
     rollback: Rollback | None = None
-    """Go back to a committed version of the history (GET /v1/rl/updates), with its transport, digest and label. Only
-    `version` and `policy` may be given too."""
+    """Go back to a committed version of the history (GET /v1/rl/updates), with its transport, digest and label. Beside
+    it, `version`, `policy` and `step` may be given."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -327,9 +327,19 @@ def test_an_unknown_op_names_the_known_ones() -> None:
 def test_the_ops_are_those_of_the_design() -> None:
     named = """liveness describe state pause resume flush_cache abort_requests init_transport destroy_transport
         listen_update receive_part prepare_update commit_update abort_update update_weights release_memory resume_memory
-        check_weights set_admission drain open_relay report_record follow_record tokenize detokenize"""
+        check_weights set_admission drain open_relay report_record follow_record tokenize detokenize
+        parse_tool_calls"""
     assert set(named.split()) | {"ping"} == set(worker_ops.OPS)
-    reading = {"ping", "liveness", "describe", "state", "report_record", "tokenize", "detokenize"}
+    reading = {
+        "ping",
+        "liveness",
+        "describe",
+        "state",
+        "report_record",
+        "tokenize",
+        "detokenize",
+        "parse_tool_calls",
+    }
     assert {name for name, op in worker_ops.OPS.items() if not op.changes} == reading
     assert all(op.doc and op.timeout_s > 0 for op in worker_ops.OPS.values())
 
