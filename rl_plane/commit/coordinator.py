@@ -49,7 +49,7 @@ from rl_plane.commit.steps import (
     Write,
     Written,
 )
-from rl_plane.errors import BusUnreachable, EngineFailed, PlaneError, Unavailable, UpdateAborted
+from rl_plane.errors import BusUnreachable, PlaneError, Unavailable, UpdateAborted
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.view import MembershipView
 from rl_plane.membership.worker_calls import WorkerCalls
@@ -66,8 +66,6 @@ WATCH_GRACE_S = 10.0
 """Added to the commit's own time-out, because a NATS server takes seconds to restart."""
 BACK_S = SERVING_LEASE_S + LEASE_MARGIN_S + TAKEOVER_S
 """This long after an outage of NATS each worker has opened by itself."""
-STOPPED: tuple[type[PlaneError], ...] = (EngineFailed, UpdateAborted)
-"""The errors of a worker whose receive was cancelled."""
 
 TIMED = frozenset({"prepare", "receive", "gate", "commit", "roll", "leases", "open"})
 """The phases whose seconds the reply and the history have."""
@@ -258,7 +256,7 @@ class Coordinator:
             lost.set()
 
         def heard(reply: WorkerReply) -> None:
-            told_before = lost.is_set() and type(reply.error) in STOPPED
+            told_before = lost.is_set() and isinstance(reply.error, UpdateAborted)
             replies[reply.instance_id] = replace(reply, stopped=told_before)
             if not reply.ok:
                 first.append(reply.instance_id)

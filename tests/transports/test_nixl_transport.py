@@ -884,6 +884,8 @@ async def test_an_update_in_place_and_an_adapter(plane: Plane, trainer: Callable
 async def test_without_nixl_it_is_not_offered_and_the_error_names_the_extra(plane: Plane) -> None:
     lacking = """
 import importlib.util
+import sys
+sys.modules.pop("rl_plane.transports.nixl.receiver", None)  # the process that was forked may have it
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *more: None if name == "nixl" else find_spec(name, *more)
 """

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
 from rl_plane._util import tracing
-from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
+from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, PlaneError, Unsupported, UpdateAborted
 from rl_plane.protocol.relay import SourceUse
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceivePart, ReceiveRequest
 from rl_plane.protocol.worker_ops import UpdateOnWorker
@@ -311,6 +311,9 @@ class WeightUpdates:
             await self._exchange_over(name, cancelled)
         try:
             reply = await asyncio.to_thread(self._adapter.receive, name, cancelled.is_set)
+        except EngineFailed as error:
+            # The coordinator tells the workers that it has stopped from those that have failed.
+            raise (_aborted(request) if cancelled.is_set() else error) from error
         finally:
             await self._read_cached_digest(request)
         self.received_from = reply.get("sources", [])
@@ -322,7 +325,7 @@ class WeightUpdates:
         staged = StagedUpdate(request, fence, in_staging, reply, began, self._adapter.received())
         if cancelled.is_set():
             await self._discard(staged)
-            raise UpdateAborted(f"the update {request.update_id} was aborted while it was received")
+            raise _aborted(request)
         self._set(staged)
         return staged
 
@@ -407,3 +410,7 @@ class WeightUpdates:
             self._set(None)
             await self._discard(staged)
         return found
+
+
+def _aborted(request: ReceiveRequest) -> UpdateAborted:
+    return UpdateAborted(f"the update {request.update_id} was aborted while it was received")

@@ -156,7 +156,7 @@ class ReceivingFleet(Fleet):
         heard = more[3]
         heard(bad("a", self.refusal))
         await self.told.wait()
-        heard(bad("b", EngineFailed("staging was cancelled")))
+        heard(bad("b", UpdateAborted("the update was aborted")))
         await asyncio.Event().wait()
         raise AssertionError
 
