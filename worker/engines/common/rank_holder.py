@@ -16,6 +16,7 @@ import torch
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidWeights
 from rl_plane.protocol.versions import TensorSpec
+from worker.engines.common.adapter_patterns import check_patterns_end
 from worker.engines.common.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
 from worker.engines.common.lora import LoraConfig, lora_spec, parse_lora, target_modules
 from worker.engines.common.torch_weights import NAME_OF_DTYPE, host_copies
@@ -167,6 +168,7 @@ class RankHolder(ABC):
         most = self._max_rank()
         lora = parse_lora(config)
         linear = self._linear_modules()
+        check_patterns_end(config, linear.shapes)
         modules = target_modules(lora, linear.shapes, linear.others)
         rank = max(map(lora.rank_of, modules))
         if rank > most:

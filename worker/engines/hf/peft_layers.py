@@ -19,6 +19,7 @@ import torch
 
 from rl_plane.errors import EngineFailed, InvalidWeights
 from rl_plane.protocol.versions import TensorSpec
+from worker.engines.common.adapter_patterns import check_patterns_end
 from worker.engines.common.lora import check_numbers, refuse_key, refuse_other_keys
 from worker.engines.common.torch_weights import NAME_OF_DTYPE, host_copies
 from worker.receive.weight_holder import TensorStream
@@ -64,6 +65,7 @@ class ModelAdapters:
 
     def spec(self, config: Mapping[str, Any]) -> dict[str, TensorSpec]:
         self._check_tokens(config)
+        check_patterns_end(config, (name for name, _ in self._model.named_modules()))
         skeleton = _sharing(self._model, _without_memory)
         given, injected = _inject(config, skeleton)
         import peft

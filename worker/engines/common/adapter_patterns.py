@@ -1,0 +1,68 @@
+"""Refuses regular expressions of an adapter that take too long.
+
+A trainer chooses them, and some take for ever to match a name of sixty characters. Python can't stop one that it has
+begun, and the worker's other threads stand still meanwhile. So another process tries them first, which can be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from worker.engines.common.lora import refuse_key
+
+PATTERNS_S = 10.0
+"""Seconds for the patterns of one setting. Those of a real adapter take milliseconds; the rest is for a busy machine on
+which an interpreter starts."""
+
+_SETTINGS = (
+    "target_modules", "exclude_modules", "target_parameters", "modules_to_save", "layers_pattern", "rank_pattern",
+    "alpha_pattern",
+)  # fmt: skip
+
+_PLAIN = re.compile(r"[\w.]*")
+"""A name, or the end of one: it takes no time worth a process."""
+
+_TRY = r"""
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+for pattern in patterns:
+    try:
+        for form in (pattern, rf"(.*\.)?({pattern})$", rf".*\.{pattern}\.(\d+)\."):
+            for name in names:
+                re.match(form, name)
+                re.fullmatch(form, name)
+    except re.error:
+        pass
+"""
+"""The forms in which PEFT uses a pattern. Whoever uses one that does not compile reports the error."""
+
+
+def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises InvalidWeights if a pattern takes longer than PATTERNS_S. `names`: those of the model's modules."""
+    known = list(names)
+    for setting in _SETTINGS:
+        given = config.get(setting) or ()
+        patterns = [given] if isinstance(given, str) else [one for one in given if isinstance(one, str)]
+        unsure = [one for one in patterns if not _PLAIN.fullmatch(one)]
+        if not unsure:
+            continue
+        try:
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _TRY],
+                input=json.dumps([unsure, known]),
+                text=True,
+                capture_output=True,
+                timeout=PATTERNS_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise refuse_key(
+                setting,
+                f"has a regular expression that takes more than {PATTERNS_S:g} s: {unsure[0][:100]!r}",
+                "use a simpler one, or list the names of the modules",
+            ) from None
