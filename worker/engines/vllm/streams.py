@@ -96,8 +96,9 @@ class Streams:
                 finished = output.finished
                 (choice,) = output.outputs
                 fresh = list(choice.token_ids)
-                names = self._names_of(stream.key, choice, made, len(fresh))
-                piece = Piece(fresh, labels=[self._label(name, stream) for name in names])
+                names = list(self._names_of(stream.key, choice, made, len(fresh)))
+                label_of = {name: self._label(name, stream) for name in dict.fromkeys(names)}
+                piece = Piece(fresh, labels=[label_of[name] for name in names])
                 if request.prompt_logprobs and fresh and not made:
                     steps = output.prompt_logprobs or []
                     piece.prompt_logprobs = _prompt_logprobs(steps, prompt)
