@@ -248,14 +248,19 @@ async def _check_outcome(
     check(not (moved and first.code == "update_aborted"), f"called undone, and committed: {words}")
     if case.decided:
         check(moved == 1 and last.status == 200, f"the decision does not stand: {words}")
+        if case.victim == "worker":
+            _check_left_out(worker, last)
     elif case.decided is False and case.victim == "worker":
         spared = policy["on_prepare_failure"] == "exclude"
         check(last.status == (200 if spared else 409), f"a worker that could not prepare: {words}")
         if spared:
-            # Its supervisor may have started it again, and it may have healed, before the update was answered.
-            healed = {row["instance_id"] for row in last.body["workers"] if row.get("admission", {}).get("open")}
-            left_out = healed.union(last.body["excluded"])
-            check(worker in left_out, f"it is neither excluded nor healed: {last.body}")
+            _check_left_out(worker, last)
+
+
+def _check_left_out(worker: str, answer: Answer) -> None:
+    """The answer excludes the worker, unless its supervisor has started it again, and it has healed, before that."""
+    healed = {row["instance_id"] for row in answer.body["workers"] if row.get("admission", {}).get("open")}
+    check(worker in healed.union(answer.body["excluded"]), f"it is neither excluded nor healed: {answer.body}")
 
 
 async def _check_served(fleet: RealFleet) -> None:
