@@ -126,11 +126,10 @@ def test_one_worker_that_can_not_read_the_weights(curl: Curl, tmp_path: Path) ->
           "version": "step_1"}'"""
     )
     assert status in (400, 409), reply
-    assert {key: row["status"] for key, row in rows(reply).items()} == {
-        BAD: "error",
-        **dict.fromkeys(GOOD, "ok"),
-    }
+    assert rows(reply).keys() == {BAD, *GOOD}
     assert "outside the weight roots" in rows(reply)[BAD]["error"]["message"]
+    for instance_id in GOOD:  # it was ready, or was told to stop
+        assert rows(reply)[instance_id].get("error", {}).get("code") in (None, "update_aborted")
     status, state = curl("curl -s localhost:8002/v1/rl/state")
     assert status == 200
     assert state["ready"] is True
