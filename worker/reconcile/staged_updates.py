@@ -312,8 +312,9 @@ class WeightUpdates:
         try:
             reply = await asyncio.to_thread(self._adapter.receive, name, cancelled.is_set)
         except EngineFailed as error:
-            # The coordinator tells the workers that it has stopped from those that have failed.
-            raise (_aborted(request) if cancelled.is_set() else error) from error
+            if cancelled.is_set():  # the coordinator tells the workers that it stopped from those that failed
+                raise _aborted(request) from error
+            raise
         finally:
             await self._read_cached_digest(request)
         self.received_from = reply.get("sources", [])

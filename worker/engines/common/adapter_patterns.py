@@ -39,7 +39,8 @@ for pattern in patterns:
     except re.error:
         pass
 """
-"""The forms in which PEFT uses a pattern. Whoever uses one that does not compile reports the error."""
+"""Matches each pattern in the forms that PEFT makes of it. A pattern that does not compile is left to the code that
+uses it later: that code reports the error."""
 
 
 def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
