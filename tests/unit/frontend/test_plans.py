@@ -68,6 +68,7 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "prompt_text": False,
         "routed_experts": False,
         "continued": 0,
+        "gather_s": 0.0,
     }
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rl_plane._util.tasks import never
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, UpdateAborted
 from rl_plane.protocol.update_requests import (
     CanaryLimits,
     DeltaChainEntry,
@@ -351,7 +351,7 @@ async def test_a_delta_waits_until_no_swap_reads_the_copy() -> None:
     given_up = asyncio.create_task(updates.prepare(named_request("given up", road, **digests).request, 1))
     await asyncio.to_thread(wait_for, lambda: engine.called[-1] == "open")
     assert await updates.drop("given up")
-    with pytest.raises(EngineFailed, match="cancelled"):
+    with pytest.raises(UpdateAborted, match="aborted while it was received"):
         await given_up
     delta_ = asyncio.create_task(updates.prepare(named_request("delta", road, **digests).request, 2))
     await asyncio.to_thread(wait_for, lambda: engine.called[-1] == "open")
