@@ -158,12 +158,12 @@ def table(described: Iterable[Mapping[str, Any]]) -> str:
         "|---" * (len(engines) + 2) + "|",
     ]
     for row in engines:
-        if unknown := {SAME.get(name, name) for name in row["capabilities"]} - FEATURES.keys() - OF_THE_MODEL:
+        if unknown := {SAME.get(name, name) for name in row["lacks"]} - FEATURES.keys() - OF_THE_MODEL:
             raise SystemExit(f"no words for {sorted(unknown)}: add them to FEATURES")
     for name, feature in FEATURES.items():
         cells = []
         for row in engines:
-            reason = row["capabilities"].get(name, feature.missing.get(row["engine"]))
+            reason = row["lacks"].get(name, feature.missing.get(row["engine"]))
             if reason is not None and reason not in notes:
                 notes.append(reason)
             cells.append("yes" if reason is None else f"no ({notes.index(reason) + 1})")

@@ -375,6 +375,6 @@ def _staged_bytes(staged: StagedUpdate | None) -> int:
 
 def _engine_kind(info: EngineInfo) -> str | None:
     """Returns the kind of engine whose scores can be compared, or None if the engine can't score."""
-    if "score" in info.capabilities:
+    if "score" in info.lacks:
         return None
     return engine_kind(info.engine, info.engine_version, info.dtype, info.device, info.tp_size)

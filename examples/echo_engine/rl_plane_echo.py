@@ -28,11 +28,11 @@ from worker.receive.weight_holder import TensorStream
 from worker.receive.weight_receiver import Receiver, load_transports
 
 VOCAB_SIZE, MAX_MODEL_LEN = 256, 4096
-LACKS = (
+FIELDS = (
     "min_tokens logit_bias allowed_token_ids bad_words_token_ids stop top_logprobs prompt_logprobs routed_experts "
     "structured_output"
 )
-CAPABILITIES = {f"generate:{field}": "an echo does not choose its tokens" for field in LACKS.split()}
+LACKS = {f"generate:{field}": "an echo does not choose its tokens" for field in FIELDS.split()}
 
 
 class EchoWeights(BaseWeights):
@@ -80,7 +80,7 @@ class EchoEngine(WeightsInProcess):
         return EngineInfo(
             engine="echo", engine_version="0.1.0", model=self._options.model.resolve().name,
             dtype="bytes", device="cpu", world_size=1, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN,
-            capabilities=CAPABILITIES, transports=receiver.backends,
+            lacks=LACKS, transports=receiver.backends,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -94,7 +94,7 @@ class EchoEngine(WeightsInProcess):
         await self.liveness()
         prompt = request.prompt_token_ids or list((request.prompt or "").encode("latin-1", "replace"))
         check_tokens(request, prompt, frozenset(), VOCAB_SIZE, MAX_MODEL_LEN)
-        refuse_lacking(request, CAPABILITIES)
+        refuse_lacking(request, LACKS)
         check_adapter(request.adapter, (), "model")
         one, spans, made = self._gate.enter(request), SpanLog(), 0
         try:

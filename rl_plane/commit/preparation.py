@@ -24,10 +24,13 @@ from rl_plane.commit.steps import (
 from rl_plane.errors import Locked, MembershipChanged, PlaneError
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.record import DecisionRecord, UpdateSession, VersionSource
-from rl_plane.protocol.relay import RelayPlan
+from rl_plane.protocol.relay import RelayAddress, RelayPlan, name_of_host
 from rl_plane.protocol.update_requests import ReceiveRequest, UpdateWeights
 from rl_plane.protocol.worker_ops import OPEN_RELAY_S
 from rl_plane.transports.relay.plan import plan_relay
+
+Plans = Mapping[str, Sequence[RelayPlan]]
+"""Worker → the relay plan of each host of its engine, by node rank."""
 
 STOP_S = 3.0
 """The longest wait in seconds for workers that are told to stop. A receive checks at least once a second whether it is
@@ -82,16 +85,25 @@ def prepare(
         return evaluate_prepare(replies, state.counted, body.policy, body.digest)
 
 
-def plan_sources(state: CommandState, body: UpdateWeights) -> Generator[Instruction, Any, Mapping[str, RelayPlan]]:
+def plan_sources(state: CommandState, body: UpdateWeights) -> Generator[Instruction, Any, Plans]:
     """Plans from which workers each worker fetches the update. Empty: each one fetches everything from the trainer.
 
     A worker that does not say in time where it serves its peers fetches from the trainer, and the others don't count on
     it."""
-    if not body.relayed or len(state.members) < 2:
+    if not body.relayed:
         return {}
-    answered: Answered = yield SendOp("prepare", "open_relay", {}, list(state.members), OPEN_RELAY_S)
-    addresses = {reply.instance_id: reply.body["relay"] for reply in answered.replies if reply.ok}
-    return plan_relay({key: address for key, address in addresses.items() if address is not None})
+    asked = {"workers": len(state.members)}
+    answered: Answered = yield SendOp("prepare", "open_relay", asked, list(state.members), OPEN_RELAY_S)
+    names: dict[str, list[str]] = {}
+    addresses: dict[str, RelayAddress] = {}
+    for reply in answered.replies:
+        if reply.ok and reply.body["relay"]:
+            names[reply.instance_id] = [
+                name_of_host(reply.instance_id, at) for at, _ in enumerate(reply.body["relay"])
+            ]
+            addresses.update(zip(names[reply.instance_id], reply.body["relay"], strict=True))
+    plans = plan_relay(addresses)
+    return {key: [plans[name] for name in hosts] for key, hosts in names.items()} if plans else {}
 
 
 def ask_to_prepare(
@@ -101,11 +113,11 @@ def ask_to_prepare(
     body: UpdateWeights,
     workers: Members,
     before: VersionSource | None,
-    plans: Mapping[str, RelayPlan] | None = None,
+    plans: Plans | None = None,
 ) -> Generator[Instruction, Any, Sequence[WorkerReply]]:
     """Sends `prepare_update` or `listen_update`. Returns a reply for each of the workers."""
     request = ReceiveRequest.of_update(body, needs.update_id, label, before).model_dump()
-    each = {key: {"relay": plan.model_dump()} for key, plan in (plans or {}).items()}
+    each = {key: {"relay": [plan.model_dump() for plan in hosts]} for key, hosts in (plans or {}).items()}
     timeout_s = body.policy.prepare_timeout_s
     answered: Answered = yield SendOp("prepare", op, request, list(workers), timeout_s, each, needs)
     return with_left(answered.replies, workers)

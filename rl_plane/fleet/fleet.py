@@ -411,9 +411,7 @@ class Fleet:
         All engines must be able to release memory. One is enough to resume it: the others have released nothing."""
         out = await self.client.call_all("describe", workers=workers, component=component, empty="ok")
         described = [row for row in out.rows if row.status == "ok"]
-        lacking = {
-            row.instance_id: why for row in described if (why := row.body["capabilities"].get(op)) is not None
-        }
+        lacking = {row.instance_id: why for row in described if (why := row.body["lacks"].get(op)) is not None}
         if lacking and (op == "release_memory" or len(lacking) == len(described)):
             first = next(iter(lacking.values()))
             raise Unsupported(

@@ -1,11 +1,12 @@
 """The relay of one update: which worker takes which buckets from the trainer, and from which workers it takes the rest.
 
-The coordinator makes a RelayPlan for each worker (`rl_plane.transports.relay.plan`), and sends it with the request.
+The coordinator makes a RelayPlan for each worker (`rl_plane.transports.relay.plan`), and sends it with the request. A
+worker whose engine spans several hosts gets one for each of them: each host receives the weights by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
 from pydantic import Field, model_validator
@@ -17,14 +18,15 @@ TRAINER = "trainer"
 """The trainer's name among the sources."""
 
 MAX_PEERS = 8
-"""The most workers from which one worker reads. A worker has a thread and a connection for each of them."""
+"""The most hosts from which one host reads. It has a thread and a connection for each of them."""
 MAX_WORKERS = 1 << 16
 MAX_ADDRESS_CHARS = 255
 MAX_NAME_CHARS = 128
 
 
 class OpenRelay(Body):
-    """No fields."""
+    workers: int = Field(ge=1, le=MAX_WORKERS)
+    """The number of workers that receive the update. A single one has peers only if its engine spans several hosts."""
 
 
 class RelayAddress(TypedDict):
@@ -53,7 +55,7 @@ class RelayPlan(Body):
     peers that has it, and from the trainer if no peer gets it."""
 
     worker: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
-    """The worker that this plan is for."""
+    """The worker that this plan is for, as `name_of_host` names it."""
     share: int | None = Field(None, ge=0, lt=MAX_WORKERS)
     """The number of the share that this worker takes from the trainer. None: another worker on its host takes one."""
     shares: int = Field(ge=1, le=MAX_WORKERS)
@@ -74,18 +76,36 @@ class RelayPlan(Body):
 
 
 class OpenRelayReply(TypedDict):
-    relay: RelayAddress | None
-    """The address at which peers reach this worker. None: it can't serve them."""
+    relay: list[RelayAddress]
+    """The address at which peers reach each host of this worker's engine, by node rank. Empty: it can't serve them."""
 
 
 class SourceUse(TypedDict):
     """The bytes that a worker took from one source during an update."""
 
     source: str
-    """A worker's instance id, or `trainer`."""
+    """A worker, as `name_of_host` names it, or `trainer`."""
     bytes: int
     seconds: float
     """From the first read of this source until the last one ended."""
+
+
+def name_of_host(worker: str, node_rank: int) -> str:
+    """The name of one host of a worker's engine among the sources: the worker's instance id, with the node rank behind
+    it for a host that is not the first."""
+    return f"{worker}/{node_rank}" if node_rank else worker
+
+
+def summed(uses: Iterable[SourceUse]) -> list[SourceUse]:
+    """Sums the uses of hosts that took their bytes side by side: one use of each source."""
+    found: dict[str, SourceUse] = {}
+    for one in uses:
+        before = found.get(one["source"], SourceUse(source=one["source"], bytes=0, seconds=0.0))
+        seconds = max(before["seconds"], one["seconds"])
+        found[one["source"]] = SourceUse(
+            source=one["source"], bytes=before["bytes"] + one["bytes"], seconds=seconds
+        )
+    return list(found.values())
 
 
 def largest(uses: Sequence[SourceUse], most: int) -> list[SourceUse]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, mo
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary, OnCanaryFailure, PolicyCanary
 from rl_plane.protocol.record import DecisionRecord, Encoding, KvPolicy, PauseMode, VersionSource
-from rl_plane.protocol.relay import RelayPlan, SourceUse
+from rl_plane.protocol.relay import MAX_WORKERS, RelayPlan, SourceUse
 from rl_plane.protocol.shared_tensors import GpuCopies, GpuMemory, NamedMemory, TensorPlace
 from rl_plane.protocol.validation import (
     DIGEST,
@@ -163,8 +163,9 @@ class ReceiveRequest(Body):
     keep_staged: bool = False
     pause_mode: PauseMode = "keep"
     """With staging `none`: what happens to running requests before the first byte is written."""
-    relay: RelayPlan | None = None
-    """The sources of this worker, if workers also fetch from one another. None: the trainer is the only source."""
+    relay: tuple[RelayPlan, ...] = Field((), max_length=MAX_WORKERS)
+    """The sources of each host of this worker's engine, by node rank, if workers also fetch from one another. Empty:
+    the trainer is the only source."""
     canary_file: bool = False
     """Reads the `canary.json` beside the checkpoint, because the update gives no canary. Else it may be broken."""
 
@@ -243,7 +244,7 @@ class ReceiveRequest(Body):
     def full_from(self, transport: Transport) -> Self:
         """A request for this version as a whole, from `transport`."""
         return self.model_copy(
-            update={"transport": transport, "encoding": "full", "base": None, "base_chain": (), "relay": None}
+            update={"transport": transport, "encoding": "full", "base": None, "base_chain": (), "relay": ()}
         )
 
     @model_validator(mode="after")

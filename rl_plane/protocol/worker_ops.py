@@ -267,7 +267,7 @@ class DescribeReply(TypedDict):
     vocab_size: int
     max_model_len: int
     transports: list[str]
-    capabilities: dict[str, str]
+    lacks: dict[str, str]
     """Op → the reason why this engine does not support it."""
     deterministic: bool
     """Whether the tokens of a request do not depend on the rest of the batch."""

@@ -132,7 +132,7 @@ WITHOUT_ADAPTERS = """
 import worker.engines.fake.adapter as fake
 described = fake.EngineInfo
 lacking = {"prepare_update:lora": "it has none", "update_weights:lora": "it has none"}
-fake.EngineInfo = lambda **info: described(**info | {"capabilities": lacking})
+fake.EngineInfo = lambda **info: described(**info | {"lacks": lacking})
 """
 
 

@@ -76,7 +76,7 @@ async def test_what_it_says_of_itself(kind: Kind, engine: OffersMemory, info: En
     assert info.vocab_size == VOCAB_SIZE
     assert (info.max_model_len, info.max_adapters) == (kind.max_model_len, kind.places)
     assert "filesystem" in info.transports
-    assert set(info.capabilities) == {
+    assert set(info.lacks) == {
         "parse_tool_calls",
         "release_memory",
         "resume_memory",

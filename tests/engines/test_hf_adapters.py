@@ -566,10 +566,10 @@ async def test_without_peft_there_are_no_adapters(
 ) -> None:
     config = json.loads((made_by_peft["one"] / "adapter_config.json").read_text())
     engine = await start(tiny)
-    assert not [op for op in engine.info.capabilities if "update" in op]
+    assert not [op for op in engine.info.lacks if "update" in op]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     bare = await start(tiny)
-    assert "rl-plane[hf]" in bare.info.capabilities["prepare_update:lora"]
+    assert "rl-plane[hf]" in bare.info.lacks["prepare_update:lora"]
     with pytest.raises(Unsupported):
         bare.holder.adapter_spec(config)
 

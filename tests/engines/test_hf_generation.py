@@ -510,7 +510,7 @@ async def test_the_engine_tells_what_it_is(models: Models) -> None:
     info: EngineInfo = await engine.start()
     assert (info.engine, info.model, info.dtype, info.device) == ("hf", "tiny", "bfloat16", "cpu")
     assert (info.world_size, info.vocab_size, info.max_model_len) == (1, VOCAB_SIZE, 8 * 32)
-    assert info.capabilities.keys() >= {"release_memory", "resume_memory"}
+    assert info.lacks.keys() >= {"release_memory", "resume_memory"}
     with pytest.raises(Unsupported, match="can't release_memory"):
         require(engine, CanReleaseMemory)
     assert set(engine.weight_spec().values()) >= {TensorSpec("BF16", (VOCAB_SIZE, 128))}

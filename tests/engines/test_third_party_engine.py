@@ -88,7 +88,7 @@ async def test_the_installed_engine_serves_in_a_fleet(plane: Plane, installed: d
         await plane.until(joined, JOIN_S)
         (row,) = (await fleet.run("describe"))["workers"]
         assert row["engine"] == "echo"
-        assert {"score", "tokenize", "check_weights", "release_memory"} <= row["capabilities"].keys()
+        assert {"score", "tokenize", "check_weights", "release_memory"} <= row["lacks"].keys()
         async with frontend(plane) as http:
 
             async def made() -> tuple[list[int], str]:

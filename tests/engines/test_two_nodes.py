@@ -11,6 +11,7 @@ import platform
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ import pytest
 
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidWeights
+from rl_plane.publish import WeightPublisher
 from tests.conftest import Plane, Spawned, lives
 from tests.support import each_transport
 from tests.support.broadcast_updates import free_port
@@ -38,7 +40,7 @@ from tests.support.mixed_fleet import (
     witnessed,
 )
 from worker.exit_codes import ENGINE_DEAD, OK
-from worker.testing.tiny_model import make_witness_model
+from worker.testing.tiny_model import make_tiny_model, make_witness_model
 
 __all__ = ["client", "http"]
 
@@ -51,11 +53,21 @@ LOST_S = 20.0
 """Seconds until the loss of a node is noticed, on a busy machine."""
 
 
+SHAPE = {"intermediate_size": 1024}
+"""Makes the model large enough for a relay."""
+
+
 class Nodes(Mixed):
     """A fleet of one worker, whose engine has two nodes."""
 
     head: Spawned
     node: Spawned
+
+    def base(self, seed: int) -> Path:
+        return make_witness_model(self.plane.tmp / "weights" / f"witness{seed}", seed, "bfloat16", **SHAPE)
+
+    def tiny(self, seed: int) -> Path:
+        return make_tiny_model(self.plane.tmp / "weights" / f"tiny{seed}", seed, "bfloat16", **SHAPE)
 
     def start(self) -> None:
         """Starts both nodes, with the same instance id each time."""
@@ -98,7 +110,7 @@ def mixed(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> It
     if len(cores) < 2:
         pytest.skip("two ranks need two cores")
     engine, plane = request.param, make_plane()
-    first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16")
+    first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16", **SHAPE)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
         patched.setenv("VLLM_HOST_IP", "127.0.0.1")
@@ -137,6 +149,24 @@ async def test_an_update_reaches_both_nodes_or_neither(
 @pytest.mark.parametrize("backend", each_transport.BACKENDS)
 async def test_each_transport(mixed: Nodes, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
     await each_transport.bring(mixed, client, http, backend)
+
+
+@pytest.mark.engines("nixl")
+async def test_the_second_node_fetches_from_the_first(
+    mixed: Nodes, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    plane, (instance_id,) = mixed.plane, mixed.ids.values()
+    where: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "workers": 1}
+    publisher = WeightPublisher(mixed.base(2), plane.url, transport="nixl", encoding="full", **where)
+    try:
+        await publisher.publish_async("relayed")
+    finally:
+        await asyncio.to_thread(publisher.close)
+    await proven(http, mixed, "relayed", mixed.base(2))
+    last = (await client.run("updates"))["updates"][0]
+    taken = {use["source"]: use["bytes"] for use in last["sources"][instance_id]}
+    assert taken.keys() == {"trainer", instance_id}
+    assert sum(taken.values()) >= 2 * last["model_bytes"]
 
 
 async def test_weights_by_url(mixed: Nodes, client: RlClient, http: httpx.AsyncClient) -> None:

@@ -31,7 +31,7 @@ import worker.engines.fake.adapter as fake
 from dataclasses import replace
 honest = fake.FakeEngine.start
 async def lacking(self):
-    return replace(await honest(self), capabilities={
+    return replace(await honest(self), lacks={
         "generate:min_tokens": "it can't count", "generate:stop+seed": "not both"})
 fake.FakeEngine.start = lacking
 """

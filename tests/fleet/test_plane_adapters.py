@@ -371,7 +371,7 @@ import worker.engines.fake.adapter as fake
 from dataclasses import replace
 real = fake.FakeEngine.start
 async def start(self):
-    return replace(await real(self), capabilities={"prepare_update:lora": "it has none"})
+    return replace(await real(self), lacks={"prepare_update:lora": "it has none"})
 fake.FakeEngine.start = start
 """,
     )

@@ -188,7 +188,7 @@ import worker.engines.fake.adapter as fake
 from dataclasses import replace
 real = fake.FakeEngine.start
 async def start(self):
-    return replace(await real(self), capabilities={"prepare_update:unstaged": "its weights are compiled in"})
+    return replace(await real(self), lacks={"prepare_update:unstaged": "its weights are compiled in"})
 fake.FakeEngine.start = start
 """
     plane.spawn_many(2, patch=unable)

@@ -109,7 +109,7 @@ class OffersMemory(RankEngine[Any]):
         if not self.offers_memory:
             return info
         refused = ("release_memory", "resume_memory")
-        return replace(info, capabilities={op: why for op, why in info.capabilities.items() if op not in refused})
+        return replace(info, lacks={op: why for op, why in info.lacks.items() if op not in refused})
 
 
 class OfferingVllm(OffersMemory, vllm.VllmEngine):

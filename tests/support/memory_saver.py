@@ -6,5 +6,5 @@ WITHOUT_A_SAVER = """
 import worker.engines.fake.adapter as fake
 described = fake.EngineInfo
 lacking = {"release_memory": "it has no saver", "resume_memory": "it has no saver"}
-fake.EngineInfo = lambda **info: described(**info | {"capabilities": lacking})
+fake.EngineInfo = lambda **info: described(**info | {"lacks": lacking})
 """

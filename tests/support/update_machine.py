@@ -158,7 +158,7 @@ class Driver:
                 places = {
                     key: {"host": key, "address": "127.0.0.1", "port": 1 + at} for at, key in enumerate(workers)
                 }
-                return Answered([ok(key, relay=place) for key, place in places.items()])
+                return Answered([ok(key, relay=[place]) for key, place in places.items()])
             case SendOp(op="receive_part", workers=workers):
                 return Answered([ok(key, missing=3) for key in workers])
             case SendOp(op="prepare_update", workers=workers):

@@ -137,7 +137,7 @@ class StandIn(VllmEngine):
             world_size=1,
             vocab_size=16,
             max_model_len=16,
-            capabilities={},
+            lacks={},
             transports=(),
         )
 

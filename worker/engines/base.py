@@ -144,7 +144,7 @@ class EngineInfo:
     """Token ids are below this number."""
     max_model_len: int
     """The largest number of tokens of one request, prompt and new tokens together."""
-    capabilities: Mapping[str, str]
+    lacks: Mapping[str, str]
     """Op → why the engine can't do it. Keys are ops (`score`), variants of ops (`prepare_update:lora`), transports
     (`transport:gloo`), and fields of a generation request (`generate:seed`, or `generate:a+b` for two fields that
     exclude each other). The worker adds the ops of the capability protocols that the adapter does not implement."""
@@ -183,8 +183,8 @@ class EngineInfo:
     """Names that a checkpoint may also hold → the tensor of `weight_spec` that the model ties each to."""
 
     def require(self, op: str, field: str) -> None:
-        """Raises Unsupported if `capabilities` has a reason why the engine can't do this op or variant of an op."""
-        if (reason := self.capabilities.get(op)) is not None:
+        """Raises Unsupported if `lacks` has a reason why the engine can't do this op or variant of an op."""
+        if (reason := self.lacks.get(op)) is not None:
             raise Unsupported(f"{self.engine}: {reason}", field=field, fix=LACKING)
 
     def check_place(self, adapter: str, loaded: Collection[str]) -> None:
@@ -347,10 +347,11 @@ class EngineAdapter(ABC):
         digests. Returns where they fetch each, `{digest, transport}`. Copies of other adapters are dropped. Blocks; the
         worker calls it on a thread."""
 
-    def relay_address(self) -> tuple[str, int] | None:
-        """The address and port at which peers fetch an update while this worker receives it. It listens from now on.
-        None: no transport of this engine serves peers. Blocks; the worker calls it on a thread."""
-        return None
+    def relay_addresses(self) -> list[tuple[str, int]]:
+        """The address and port at which peers fetch an update while this worker receives it, for each host of the
+        engine, by node rank. It listens from now on. Empty: no transport of this engine serves peers. Blocks; the
+        worker calls it on a thread."""
+        return []
 
     @abstractmethod
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:

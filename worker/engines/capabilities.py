@@ -2,7 +2,7 @@
 
 An adapter has a capability if it has the protocol's methods. The worker answers the ops of every other capability with
 `unsupported`, and lists them in `describe`. An adapter that has the methods, but can't do it as it was started, names
-the op in `EngineInfo.capabilities` and raises `Unsupported` with the same reason.
+the op in `EngineInfo.lacks` and raises `Unsupported` with the same reason.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class CanScore(Protocol):
 class CanPool(Protocol):
     """Serves a pooling model: a reward model (`EngineOptions.task` is `classify`), or an embedding model (`embed`).
 
-    The adapter names every other task in `EngineInfo.capabilities` (`lacking_tasks`), and sets `EngineInfo.dimension`.
+    The adapter names every other task in `EngineInfo.lacks` (`lacking_tasks`), and sets `EngineInfo.dimension`.
     """
 
     @abstractmethod
@@ -212,7 +212,7 @@ OPS: Mapping[type, tuple[str, ...]] = {
     CanCheckWeights: ("check_weights",),
     CanReleaseMemory: ("release_memory", "resume_memory"),
 }
-"""Capability → the ops that need it, as `EngineInfo.capabilities` names them."""
+"""Capability → the ops that need it, as `EngineInfo.lacks` names them."""
 
 
 def with_missing(adapter: EngineAdapter, info: EngineInfo) -> EngineInfo:
@@ -226,7 +226,7 @@ def with_missing(adapter: EngineAdapter, info: EngineInfo) -> EngineInfo:
     }
     if not isinstance(adapter, CanPool):
         missing |= lacking_tasks("generate")
-    return replace(info, capabilities={**missing, **info.capabilities})
+    return replace(info, lacks={**missing, **info.lacks})
 
 
 def require(adapter: EngineAdapter, capability: type[Capability]) -> Capability:

@@ -190,7 +190,7 @@ class OpHandlers:
             vocab_size=self._info.vocab_size,
             max_model_len=self._info.max_model_len,
             transports=self._member_info["transports"],
-            capabilities=dict(self._info.capabilities),
+            lacks=dict(self._info.lacks),
             deterministic=self._info.deterministic,
             memory_saver=self._info.memory_saver,
             witnesses=self._info.witnesses,
@@ -266,12 +266,17 @@ class OpHandlers:
         return await self._calls.prepare(body, fence)
 
     async def _open_relay(self, body: relay.OpenRelay, fence: int) -> relay.OpenRelayReply:
-        found = await asyncio.to_thread(self._adapter.relay_address)
-        if found is None:
-            return relay.OpenRelayReply(relay=None)
-        address, port = found
-        host = str(self._member_info["host"])
-        return relay.OpenRelayReply(relay=relay.RelayAddress(host=host, address=address, port=port))
+        places = self._member_info.get("nodes") or [self._member_info]
+        if body.workers == 1 and len(places) == 1:
+            return relay.OpenRelayReply(relay=[])
+        found = await asyncio.to_thread(self._adapter.relay_addresses)
+        hosts = [str(place["host"]) for place in places]
+        return relay.OpenRelayReply(
+            relay=[
+                relay.RelayAddress(host=host, address=address, port=port)
+                for host, (address, port) in zip(hosts, found, strict=bool(found))
+            ]
+        )
 
     async def _listen(self, body: update_requests.ReceiveRequest, fence: int) -> update_requests.ListeningReply:
         self._state.check_weights_here()

@@ -103,12 +103,15 @@ class Receiver:
         *,
         shared: bool = False,
         received: ReceivedBytes | None = None,
+        host_number: int = 0,
     ) -> None:
-        """`shared`: other processes map the staging areas. `received`: counts that another process reads."""
+        """`shared`: other processes map the staging areas. `received`: counts that another process reads.
+        `host_number`: of this host among those of the engine."""
         self.holder = holder
         self.received = received or ReceivedBytes()
         """Counts the bytes of the update that came last, or is being received."""
         self.transports = transports
+        self._host_number = host_number
         self._pool = AreaPool(shared=shared)
         self.opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
         """The open deliveries by the name of their staging."""
@@ -208,7 +211,9 @@ class Receiver:
         assert request.transport is not None, "an unload receives nothing"
         if request.adapter is None:
             self._end_relays()
-        delivery = self._open(request.transport, _kind(request), request.relay)
+        at = self._host_number
+        plan = request.relay[at] if at < len(request.relay) else None
+        delivery = self._open(request.transport, _kind(request), plan)
         _check_canary(request, delivery, limits)
         if isinstance(delivery, PartwiseDelivery):
             wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()

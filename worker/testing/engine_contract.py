@@ -193,7 +193,7 @@ class EngineUnderTest:
         return version
 
     def lacks(self, op: str) -> bool:
-        return op in self.info.capabilities
+        return op in self.info.lacks
 
 
 Check = Callable[[EngineUnderTest], Awaitable[None]]
@@ -231,7 +231,7 @@ async def describes_itself(at: EngineUnderTest) -> None:
     assert info.vocab_size > max(at.prompt)
     assert info.max_model_len > len(at.prompt) + NEW_TOKENS
     assert "filesystem" in info.transports, "the checks bring weights through files"
-    assert all(info.capabilities.values()), "each missing capability has a reason"
+    assert all(info.lacks.values()), "each missing capability has a reason"
     assert at.engine.weight_spec()
     await bounded(at.engine.liveness())
     assert at.engine.load() == (0, 0)

@@ -35,7 +35,7 @@ NEAR = 1e-5
 def own_task(at: EngineUnderTest) -> Any:
     """The one task that the engine does not name as missing."""
     served = [task for task in TASKS if not at.lacks(f"generate:{task_field(task)}")]
-    assert len(served) == 1, f"a pooling engine names every task but its own in its capabilities: it has {served}"
+    assert len(served) == 1, f"a pooling engine names every task but its own in `lacks`: it has {served}"
     assert served != ["generate"], "a pooling model makes no tokens"
     return served[0]
 

@@ -173,7 +173,7 @@ async def _config(context: DialectContext) -> dict[str, Any]:
 
 def _lora_config(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The adapters that every worker takes. None, as of a server without LoRA, unless all workers take some."""
-    if any("prepare_update:lora" in row["capabilities"] for row in rows):
+    if any("prepare_update:lora" in row["lacks"] for row in rows):
         return None
 
     def least(name: str, unbounded: int) -> int:

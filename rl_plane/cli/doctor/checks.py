@@ -218,7 +218,7 @@ def _transports(facts: DoctorFacts) -> Iterator[CheckLine]:
             has[name].add(row["instance_id"])
         for name, reason in row["host"]["lacking"].items():
             why.setdefault(name, str(reason))
-        for name, reason in row["capabilities"].items():
+        for name, reason in row["lacks"].items():
             if name.startswith("transport:"):
                 why[name.partition(":")[2]] = str(reason)
     common = sorted(name for name, there in has.items() if there == everyone)

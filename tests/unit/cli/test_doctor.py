@@ -55,7 +55,7 @@ def worker(instance_id: str = ONE, host: str = "gpu1", *roots: dict[str, Any], *
         "engine": "fake",
         "engine_version": "1",
         "transports": ["filesystem", "gloo"],
-        "capabilities": {},
+        "lacks": {},
         "weight_bytes": 2 * GB,
     }
     row |= {name: value for name, value in more.items() if name in row}
@@ -167,7 +167,7 @@ def test_a_transport_that_one_worker_lacks_says_why() -> None:
     assert "nccl is on no worker: no GPU" in [one.words for one in on_none]
     apart = not_ok(facts(worker(ONE, transports=["gloo"]), worker(TWO, transports=["filesystem"])))
     assert apart[0].words == "no transport is common to all workers"
-    spanning = worker(ONE, transports=["filesystem"], capabilities={"transport:gloo": "the engine spans hosts"})
+    spanning = worker(ONE, transports=["filesystem"], lacks={"transport:gloo": "the engine spans hosts"})
     assert "spans hosts" in only(facts(spanning, worker(TWO))).words
 
 

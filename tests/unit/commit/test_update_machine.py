@@ -92,7 +92,7 @@ def test_a_whole_update() -> None:
         "staging": "host",
         "keep_staged": False,
         "pause_mode": "keep",
-        "relay": None,
+        "relay": (),
         "canary_file": True,
     }
     made = WeightVersion("run-1", 1, "new", NEW)

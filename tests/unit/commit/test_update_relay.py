@@ -9,7 +9,7 @@ import pytest
 from rl_plane.commit.history import SOURCES_OF_A_WORKER, WORKERS_WITH_SOURCES, UpdateEntry, short_sources
 from rl_plane.commit.steps import Answered, SendOp
 from rl_plane.errors import DeadlineExceeded
-from rl_plane.protocol.relay import RelayPlan, SourceUse, largest
+from rl_plane.protocol.relay import RelayPlan, SourceUse, largest, summed
 from rl_plane.protocol.update_requests import ReceiveRequest
 from tests.support.update_machine import MEMBERS, Driver, bad, ok, update
 
@@ -25,13 +25,13 @@ def test_each_worker_gets_its_own_plan() -> None:
     driver.run()
     assert list(sent(driver, "open_relay")[0].workers) == list(MEMBERS)
     (prepared,) = sent(driver, "prepare_update")
-    plans = {key: RelayPlan.model_validate(more["relay"]) for key, more in prepared.each.items()}
+    plans = {key: RelayPlan.model_validate(more["relay"][0]) for key, more in prepared.each.items()}
     assert plans.keys() == MEMBERS.keys()
     assert sorted(plan.share for plan in plans.values() if plan.share is not None) == list(range(len(MEMBERS)))
     for key, plan in plans.items():
         assert {peer.worker for peer in plan.peers} == MEMBERS.keys() - {key}
         asked = ReceiveRequest.model_validate({**prepared.body, **prepared.each[key]})
-        assert asked.relay == plan
+        assert asked.relay == (plan,)
 
 
 def test_a_worker_that_serves_no_peers_fetches_from_the_trainer() -> None:
@@ -41,8 +41,8 @@ def test_a_worker_that_serves_no_peers_fetches_from_the_trainer() -> None:
         found: dict[str, Any] = {
             key: {"host": key, "address": "10.0.0.1", "port": 1 + at} for at, key in enumerate(others)
         }
-        rows = [ok(key, relay=place) for key, place in found.items()]
-        return Answered([ok(first, relay=None), bad(second, DeadlineExceeded("it is silent")), *rows])
+        rows = [ok(key, relay=[place]) for key, place in found.items()]
+        return Answered([ok(first, relay=[]), bad(second, DeadlineExceeded("it is silent")), *rows])
 
     driver = Driver(update(transport=NIXL), prepare=[places, None])
     driver.run()
@@ -50,6 +50,36 @@ def test_a_worker_that_serves_no_peers_fetches_from_the_trainer() -> None:
     assert list(prepared.workers) == list(MEMBERS), "all take part in the update"
     assert first not in prepared.each
     assert second not in prepared.each
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_each_host_of_an_engine_over_several_gets_a_plan(count: int) -> None:
+    """The hosts of one engine fetch from one another too, also where it is the only one."""
+    large, *others = list(MEMBERS)[:count]
+
+    def places(asked: SendOp) -> Answered:
+        assert asked.body == {"workers": len(MEMBERS)}
+        two = [{"host": f"host{at}", "address": "10.0.0.1", "port": 1 + at} for at in range(2)]
+        rows = [ok(key, relay=[{"host": key, "address": "10.0.0.2", "port": 1}]) for key in others]
+        return Answered([ok(large, relay=two), *rows])
+
+    driver = Driver(update(transport=NIXL), prepare=[places, None])
+    driver.run()
+    (prepared,) = sent(driver, "prepare_update")
+    assert set(prepared.each) == {large, *others}
+    first, second = prepared.each[large]["relay"]
+    assert (first["worker"], second["worker"]) == (large, f"{large}/1")
+    assert {peer["worker"] for peer in first["peers"]} == {f"{large}/1", *others}
+    plans = [plan for more in prepared.each.values() for plan in more["relay"]]
+    assert sorted(plan["share"] for plan in plans) == list(range(1 + count)), "each host takes a share"
+
+
+def test_what_the_hosts_of_an_engine_took_is_summed() -> None:
+    def use(source: str, nbytes: int, seconds: float) -> SourceUse:
+        return SourceUse(source=source, bytes=nbytes, seconds=seconds)
+
+    took = [use("trainer", 5, 2.0), use("w/1", 3, 1.0), use("trainer", 4, 3.0)]
+    assert summed(took) == [use("trainer", 9, 3.0), use("w/1", 3, 1.0)]
 
 
 @pytest.mark.parametrize(

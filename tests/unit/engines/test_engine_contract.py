@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,9 @@ class TakesAnyToken(FakeEngine):
 async def test_a_check_fails_on_an_engine_that_breaks_the_contract(
     kind: type[FakeEngine], check: Check, options: EngineOptions, other: Path
 ) -> None:
-    async with EngineUnderTest.started(kind, options, other) as under_test:
+    paced = replace(
+        options, extra={"token_delay_s": "0.002"}
+    )  # a stream that ends early hides what an engine breaks
+    async with EngineUnderTest.started(kind, paced, other) as under_test:
         with pytest.raises(AssertionError):
             await check(under_test)

@@ -55,7 +55,7 @@ async def test_it_is_an_engine(base: Path) -> None:
         1,
     )
     assert (info.vocab_size, info.max_model_len) == (512, 4096)
-    assert set(info.capabilities) == {"generate:routed_experts", "generate:structured_output"}
+    assert set(info.lacks) == {"generate:routed_experts", "generate:structured_output"}
     assert engine.weight_spec() == {f"layers.{i}.weight": TensorSpec("F32", (256,)) for i in range(4)}
     await engine.liveness()
     assert await engine.flush_cache()

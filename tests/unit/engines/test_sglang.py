@@ -111,7 +111,7 @@ class StandIn(adapter.SglangEngine):
             world_size=1,
             vocab_size=16,
             max_model_len=16,
-            capabilities={},
+            lacks={},
             transports=(),
         )
 

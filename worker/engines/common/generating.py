@@ -69,7 +69,7 @@ class Generating(EngineAdapter, Tokenizing):
 
     def _refuse_lacking_op(self, op: str) -> None:
         """Raises Unsupported if the engine, as it was started, lacks the op."""
-        if (reason := self.info.capabilities.get(op)) is not None:
+        if (reason := self.info.lacks.get(op)) is not None:
             raise Unsupported(reason, field="op", fix=LACKING)
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
@@ -93,7 +93,7 @@ class Generating(EngineAdapter, Tokenizing):
                 check_pooled(prompt, self.info.vocab_size, self.info.max_model_len)
             else:
                 check_tokens(request, prompt, self._eos, self.info.vocab_size, self.info.max_model_len)
-            refuse_lacking(request, self.info.capabilities)
+            refuse_lacking(request, self.info.lacks)
             check_tops(request, self.info.max_prompt_top_logprobs)
             one.tokenizing = False
             text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()

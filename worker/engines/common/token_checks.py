@@ -24,16 +24,16 @@ def kept_of_prompt(request: GenerateRequest, prompt: list[int]) -> list[int]:
     return prompt if request.truncate_prompt_tokens is None else prompt[-request.truncate_prompt_tokens :]
 
 
-def lacking_fields(capabilities: Mapping[str, str]) -> dict[str, str]:
-    """The fields of a request that an engine with these capabilities refuses: `field`, or `field+field` for two that
+def lacking_fields(lacks: Mapping[str, str]) -> dict[str, str]:
+    """The fields of a request that an engine which lacks these refuses: `field`, or `field+field` for two that
     exclude each other, each with the reason."""
-    named = ((name.partition(":"), reason) for name, reason in capabilities.items())
+    named = ((name.partition(":"), reason) for name, reason in lacks.items())
     return {field: reason for (op, _, field), reason in named if op == "generate" and field}
 
 
-def refuse_lacking(request: GenerateRequest, capabilities: Mapping[str, str]) -> None:
+def refuse_lacking(request: GenerateRequest, lacks: Mapping[str, str]) -> None:
     """Raises Unsupported if the request sets a field that the engine lacks."""
-    lacking = lacking_fields(capabilities)
+    lacking = lacking_fields(lacks)
     if (reason := lacking.pop(task_field(request.task), None)) is not None:
         raise Unsupported(
             reason, field="model", fix=f"name a model of a worker that was started with --task {request.task}"
@@ -66,8 +66,8 @@ def check_tops(request: GenerateRequest, most: int) -> None:
 
 
 def no_cut_rows(*outside: str) -> dict[str, str]:
-    """The capabilities of an engine that reports routed experts only for a request that it ends itself. `outside`: the
-    fields by which, set together, the adapter ends the request."""
+    """The part of `EngineInfo.lacks` of an engine that reports routed experts only for a request that it ends itself.
+    `outside`: the fields by which, set together, the adapter ends the request."""
     reason = f"this engine tells no routed experts where {' with '.join(outside)} ends a choice"
     return {f"generate:{TOGETHER.join((*outside, 'routed_experts'))}": reason}
 

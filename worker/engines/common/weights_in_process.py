@@ -56,8 +56,9 @@ class WeightsInProcess(EngineAdapter):
     def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
         return self.receiver.offer(adapters)
 
-    def relay_address(self) -> tuple[str, int] | None:
-        return self.receiver.relay_address()
+    def relay_addresses(self) -> list[tuple[str, int]]:
+        address = self.receiver.relay_address()
+        return [] if address is None else [address]
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         self.receiver.init_transport(config)

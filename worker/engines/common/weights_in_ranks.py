@@ -123,8 +123,8 @@ class WeightsInRanks(EngineAdapter):
     def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
         return self.host.offer(adapters)
 
-    def relay_address(self) -> tuple[str, int] | None:
-        return self.host.relay_address()
+    def relay_addresses(self) -> list[tuple[str, int]]:
+        return self.host.relay_addresses()
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         self.host.init_transport(config)

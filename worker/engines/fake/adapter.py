@@ -79,7 +79,7 @@ __all__ = [
 
 FAKE_VERSION = "1"
 
-CAPABILITIES = {"generate:routed_experts": NO_EXPERTS, "generate:structured_output": NO_FORM}
+LACKS = {"generate:routed_experts": NO_EXPERTS, "generate:structured_output": NO_FORM}
 
 STAGE = "a stage for trials: it has no weights and generates nothing"
 
@@ -149,7 +149,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
             world_size=1,
             vocab_size=self.config.vocab_size,
             max_model_len=self.config.max_model_len,
-            capabilities=CAPABILITIES,
+            lacks=LACKS,
             deterministic=True,
             memory_saver=True,
             transports=self.receiver.backends if stage is None else (),
@@ -296,7 +296,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
             prompt = self._tokens(request.prompt, request.messages, request.rendering)
         prompt = kept_of_prompt(request, prompt)
         check_tokens(request, prompt, frozenset(), self.config.vocab_size, self.config.max_model_len)
-        refuse_lacking(request, CAPABILITIES)
+        refuse_lacking(request, LACKS)
         check_tops(request, self.config.max_prompt_top_logprobs)
         return prompt
 

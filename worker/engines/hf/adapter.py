@@ -126,7 +126,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             world_size=1,
             vocab_size=config.vocab_size,
             max_model_len=length,
-            capabilities=_capabilities(bool(self._experts.experts)),
+            lacks=_lacks(bool(self._experts.experts)),
             transports=receiver.backends,
             tied=self.holder.tied_tensors(),
             max_prompt_top_logprobs=most_tops(config.vocab_size),
@@ -306,7 +306,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
-def _capabilities(has_experts: bool) -> dict[str, str]:
+def _lacks(has_experts: bool) -> dict[str, str]:
     lacking = {"release_memory": _NO_SLEEP, "resume_memory": _NO_SLEEP, "generate:structured_output": NO_FORM}
     if not has_experts:
         lacking["generate:routed_experts"] = NO_EXPERTS

@@ -116,7 +116,7 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
             world_size=1,
             vocab_size=config.vocab_size,
             max_model_len=length,
-            capabilities={
+            lacks={
                 "release_memory": NO_SLEEP,
                 "resume_memory": NO_SLEEP,
                 "score": NO_LOGPROBS,

@@ -189,7 +189,7 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
             dp_size=self.process.replicas,
             vocab_size=config.vocab_size,
             max_model_len=int(engine._scheduler_init_result.scheduler_infos[0]["max_req_input_len"]),
-            capabilities=lacking,
+            lacks=lacking,
             transports=self.host.transports,
             tied=self.model.tied,
             deterministic=arguments.enable_deterministic_inference,

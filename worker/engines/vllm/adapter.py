@@ -125,7 +125,7 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
             dp_size=self.process.replicas,
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
-            capabilities=self._lacking(),
+            lacks=self._lacking(),
             transports=self.host.transports,
             tied=self.model.tied,
             deterministic=self._options.deterministic,

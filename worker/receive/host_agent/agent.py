@@ -63,6 +63,11 @@ class HostAgent:
             raise EngineFailed("the host agent does not know the model yet")
         return self._receiver
 
+    @property
+    def _host_number(self) -> int:
+        """The number of this host among those of the engine. Each has as many ranks."""
+        return self._first // self._ranks
+
     def _begin(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
         model = ModelDescription.from_wire(body["model"])
         context = replace(TransportContext.from_wire(body["places"]), rank_devices=model.devices)
@@ -70,7 +75,9 @@ class HostAgent:
         self._holder = HostHolder(self._directory, model)
         transports = load_transports(context, model.devices[0])
         received = ReceivedBytes.shared(self._directory)
-        self._receiver = Receiver(self._holder, transports, shared=True, received=received)
+        self._receiver = Receiver(
+            self._holder, transports, shared=True, received=received, host_number=self._host_number
+        )
         return {"transports": list(self._receiver.backends), "lacking": LACKING}
 
     def _take(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
@@ -98,5 +105,5 @@ class HostAgent:
                 # each rank of this host.
                 place = {"rank_offset": offset + self._first, "members": self._ranks}
             else:
-                place = {"rank_offset": offset + self._first // self._ranks}
+                place = {"rank_offset": offset + self._host_number}
         self.receiver.init_transport({**body, **place})

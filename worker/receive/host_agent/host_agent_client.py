@@ -11,6 +11,7 @@ from typing import Any
 from rl_plane._util.framing import frame_of
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
+from rl_plane.protocol.relay import summed
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.transports.base import TransportContext
 from worker.receive.lacking_transports import LACKING
@@ -103,7 +104,8 @@ class HostAgentClient:
         except PlaneError:
             self.forget(staging)
             raise
-        return replies[0]
+        sources = summed(one for reply in replies for one in reply.get("sources", ()))
+        return replies[0] if not sources else {**replies[0], "sources": sources}
 
     def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         bound_s = part["timeout_s"] + PART_MARGIN_S
@@ -132,9 +134,10 @@ class HostAgentClient:
         digests: set[str | None] = set(self._ask_all("cached_digest"))
         return digests.pop() if len(digests) == 1 else None
 
-    def relay_address(self) -> tuple[str, int] | None:
-        found = self._ask("relay_address")
-        return None if found is None else (found[0], found[1])
+    def relay_addresses(self) -> list[tuple[str, int]]:
+        """The address and port at which each host serves its peers. Empty: one of them can't."""
+        found = self._ask_all("relay_address")
+        return [] if None in found else [(address, port) for address, port in found]
 
     def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
         places: list[dict[str, Any]] = self._ask("offer", {"adapters": list(adapters)})
