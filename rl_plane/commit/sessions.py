@@ -246,7 +246,8 @@ def _expected(state: CommandState, session: UpdateSession | None) -> UpdateSessi
 
 
 def _give_up(state: CommandState, update_id: str) -> Generator[Instruction, Any, None]:
-    """Ends an update that waits for another call. The session ends first, because what a session names stays staged."""
+    """Ends an update that waits for another call. The session ends first: what a session names should stay staged. A
+    worker whose failure has ended the update may have dropped it before."""
     try:
         yield EndSession("session")
     except PlaneError:

@@ -447,7 +447,7 @@ class ScoresReply(TypedDict):
 
 class AbortUpdate(Body):
     update_id: str | None = Field(None, max_length=128)
-    """The update that must be staged. None allows any."""
+    """The update to drop. None: any."""
 
 
 class AbortUpdateReply(TypedDict):

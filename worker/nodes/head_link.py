@@ -292,6 +292,7 @@ class HeadLink(NodeLink):
 
     def _pinged(self, node: NodeEntry, answer: Mapping[str, Any], silent_s: float) -> None:
         if silent_s:
+            self._silent_since.pop(node.rank, None)  # its agents may have answered meanwhile
             self._silent[node.rank] = f"{node.name} has not answered for {silent_s:.0f} s"
         elif silent := answer.get("silent"):
             why = self._silent[node.rank] = f"{node.name}: {', '.join(silent)} does not answer"

@@ -156,7 +156,7 @@ class KeptCopy:
 
 @dataclass(slots=True)
 class KeptAdapter:
-    """A loaded adapter in host memory, with exactly the bytes that were published, for other workers."""
+    """An adapter in host memory, with exactly the bytes that were published, for other workers."""
 
     config: bytes
     """Its `adapter_config.json`."""

@@ -126,9 +126,11 @@ class Receiver:
         self._kept: KeptCopy | None = None
         self._place: dict[str, Any] | None = None
         self._adapters: dict[str, KeptAdapter] = {}
-        """The copies of adapters whose source may end, by digest."""
+        """The copies of adapters whose source may end, by digest, from the swap on."""
+        self._adapters_to_keep: dict[str, tuple[str, KeptAdapter]] = {}
+        """The digests and the copies of such adapters that are staged, by staging name."""
         self._last_adapter: str | None = None
-        """The digest of the adapter that came last. It may be on its way into the engine."""
+        """The digest of the adapter that was taken last. It may be on its way into the engine."""
         self._offering = threading.Lock()
 
     @property
@@ -149,9 +151,10 @@ class Receiver:
 
     def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
         """Offers the copies of the base and of the adapters with these digests to other workers. Returns `{digest,
-        transport}` of each. It drops the copies of other adapters, but for the one that came last.
+        transport}` of each. It drops the copies of other adapters, but for the one that was taken last.
 
         An offer ends when the copy does."""
+        ended: list[KeptAdapter] = []
         with self._offering:
             transport = self._offers()
             if transport is None:
@@ -167,11 +170,12 @@ class Receiver:
                     copy.place = copy.place or transport.offer(copy.area.tensors(), copy.config)
                     found.append({"digest": digest, "transport": dict(copy.place)})
                 elif digest != self._last_adapter:
-                    del self._adapters[digest]
-                    if copy.place is not None:
-                        self._withdraw(copy.place)
-                    copy.area.close()
-            return found
+                    ended.append(self._adapters.pop(digest))
+        for copy in ended:  # without the lock, for which a swap may wait: a peer may need a second to leave
+            if copy.place is not None:
+                self._withdraw(copy.place)
+            copy.area.close()
+        return found
 
     def _offers(self) -> OfferingTransport | None:
         """The transport by which other workers fetch what this process keeps. None: there is none."""
@@ -182,13 +186,16 @@ class Receiver:
         if transport is not None:
             transport.withdraw(place)
 
-    def _keep_adapter(self, digest: str, request: ReceiveRequest, delivery: Delivery, area: StagingArea) -> None:
-        """Keeps an adapter whose source ends with its sender, for workers that come later."""
+    def _keep_adapter(
+        self, staging: str, digest: str, request: ReceiveRequest, delivery: Delivery, area: StagingArea
+    ) -> None:
+        """Keeps an adapter whose source ends with its sender, for workers that come later, if it is taken. Of an engine
+        over several hosts the first one keeps it."""
         assert request.transport is not None, "an unload receives nothing"
-        self._last_adapter, config = digest, delivery.adapter_config_raw
+        config = delivery.adapter_config_raw
         ends = not delivery.refetchable or request.transport.backend in RELAYED
-        if ends and config is not None and digest not in self._adapters and self._offers() is not None:
-            self._adapters[digest] = KeptAdapter(config, area)
+        if ends and config is not None and not self._host_number and self._offers() is not None:
+            self._adapters_to_keep[staging] = digest, KeptAdapter(config, area)
 
     def _is_kept(self, area: StagingArea) -> bool:
         base = self._kept is not None and self._kept.area is area
@@ -246,7 +253,7 @@ class Receiver:
         if request.adapter is not None:
             area, self._staged[staging], digest = self._received(receive, delivery, kind="lora", **how)
             self.areas[staging] = area
-            self._keep_adapter(digest, request, delivery, area)
+            self._keep_adapter(staging, digest, request, delivery, area)
         elif request.base is not None:
             digest = self._receive_changes(staging, request, request.base, delivery, cancelled)
         else:
@@ -296,6 +303,9 @@ class Receiver:
         area = self.areas.pop(staging, None)
         # On a thread, because a peer may need a second to leave. No update still needs it: all have prepared.
         threading.Thread(target=self._end_relays, name="end of the relay", daemon=True).start()
+        if (adapter := self._adapters_to_keep.pop(staging, None)) is not None:
+            self._last_adapter, copy = adapter
+            self._adapters.setdefault(self._last_adapter, copy)
         to_keep = self._to_keep.pop(staging, None)
         area = to_keep.area if to_keep is not None else area
         if area is not None:
@@ -325,6 +335,7 @@ class Receiver:
         if staging in self._staged:
             self._end_relays()
         self._staged.pop(staging, None)
+        self._adapters_to_keep.pop(staging, None)
         area = self.areas.pop(staging, None)
         if area is not None and not self._is_kept(area):
             self._pool.give_back(area)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.entries import decoded
-from rl_plane.errors import PlaneError
+from rl_plane.errors import Conflict, PlaneError
 from rl_plane.protocol.subjects import Subjects
 from rl_plane.protocol.update_requests import Transport
 from worker.engines.base import EngineAdapter
@@ -81,10 +81,10 @@ class Peers:
         try:
             places = await asyncio.to_thread(self._adapter.offer, list(self._loaded()))
             if places != self._offered:
-                self._offered = places
                 offer = {"places": places, "host": self._host}
                 await self._bus.ensure_bucket(self._offers)
                 await self._bus.put(self._offers, self._key, json.dumps(offer).encode())
+                self._offered = places
                 await self._bus.keep_newest(self._offers, ">", OFFERS)
                 log.info("%s offers its weights to other workers", self._bus.name)
         except PlaneError as error:
@@ -94,7 +94,7 @@ class Peers:
 
     async def bring(self, digest: str, take: Callable[[Mapping[str, Any]], Awaitable[object]]) -> bool:
         """Calls `take(transport)` for peers that offer this digest, the nearest first. Returns whether one call
-        succeeded."""
+        succeeded. Raises Conflict if an update of the fleet is in the way."""
         if not await self._bus.bucket_exists(self._offers):
             return False
         entries = await self._bus.list_keys(self._offers, ">")
@@ -108,6 +108,8 @@ class Peers:
         for key in nearest(self._key, self._host, hosts)[:TRIED]:
             try:
                 await take(found[key].model_dump(exclude_unset=True))
+            except Conflict:
+                raise  # an update has the staging: no other peer would help
             except PlaneError as error:
                 log.info("%s: a peer did not give its weights: %s", self._bus.name, error)
             else:

@@ -135,6 +135,8 @@ class WeightUpdates:
         """A receive that failed while it listened, until the coordinator asks for its outcome."""
         self._beginning = asyncio.Lock()
         self.staged: StagedUpdate | None = None
+        self._discarding: asyncio.Task[None] | None = None
+        """The end of what was staged before."""
         self._taken: ReceiveRequest | None = None
         self._exchanged = asyncio.Event()
         """Set while no swap reads the staged weights. A delta may change them in place only then."""
@@ -285,7 +287,7 @@ class WeightUpdates:
         failed = not task.cancelled() and task.exception() is not None  # also marks the error as retrieved
         if receiving is not None and receiving.task is task:
             self._receiving = None
-            if failed and receiving.listening:
+            if failed and receiving.listening and not receiving.cancelled.is_set():
                 log.warning("the update %s: %s", receiving.update_id, task.exception())
                 self._failed = receiving
 
@@ -409,7 +411,11 @@ class WeightUpdates:
         if staged is not None and update_id in (None, staged.request.update_id):
             found = True
             self._set(None)
-            await self._discard(staged)
+            self._discarding = asyncio.create_task(self._discard(staged))
+        if (discarding := self._discarding) is not None:
+            await asyncio.wait([discarding])  # it goes on if this call ends, and the next one waits for it
+            self._discarding = None
+            discarding.result()
         return found
 
 

@@ -1,8 +1,8 @@
 """The receiving half of `gloo` and `nccl`: buckets that a trainer broadcasts to every worker of the fleet.
 
 `init_transport {backend, group, master_address, master_port, lifeline_port?, secret?, timeout_s?}` forms the group, in
-which each worker is one rank. The plane adds `world_size` and each worker's `rank_offset`. A request for an update is
-one of these:
+which each host of each worker is one rank. The plane adds `world_size` and each worker's `rank_offset`. A request for
+an update is one of these:
 
     {backend, group?, manifest_key, manifest_digest, num_buckets}   the manifest is in the group's store
     {backend, group?, manifest, num_buckets?}                       the manifest is short

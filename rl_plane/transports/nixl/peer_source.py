@@ -62,8 +62,12 @@ class PeerSource:
         regions = [(address, nbytes, 0, "") for bucket in places for address, nbytes in bucket if nbytes]
         secret, registered = secrets.token_hex(16), self._agent.register_memory(regions, "DRAM")
         self._offers[secret] = _Offer(registered, tensors)
-        metadata = self._agent.get_partial_agent_metadata(registered, True, ["UCX"])
-        self._server.offer(secret, metadata, manifest, places)
+        try:
+            metadata = self._agent.get_partial_agent_metadata(registered, True, ["UCX"])
+            self._server.offer(secret, metadata, manifest, places)
+        except BaseException:
+            self.withdraw(secret)
+            raise
         return self._server.transport(secret)
 
     def withdraw(self, secret: str) -> None:

@@ -177,9 +177,17 @@ def test_adapters_of_a_source_that_may_end_are_offered_while_they_are_loaded(
         source = dict(transport.offer(tensors, config))
         host.open(*named_request(name, source, kind="lora"))
         digests.append(host.receive(name, never)["digest"])
+        assert len(host.offer(digests)) == len(digests) - 1, "the last one is only staged"
+        if name == "t":
+            host.discard(name)
+            assert len(host.offer(digests)) == 1, "it was aborted"
+            host.open(*named_request("again", source, kind="lora"))
+            name = "again"
+            assert host.receive(name, never)["digest"] == digests[-1]
         transport.withdraw(source)
+        host.take(name)
         assert len(host.offer(digests[:-1])) == len(digests) - 1, "the last one is on its way into the engine"
-        host.discard(name)  # the ranks have their own form of it
+        host.loaded(name)  # the ranks have their own form of it
         host.open(*files_request(f"base {name}", new))
         host.receive(f"base {name}", never)
         assert [place["digest"] for place in host.offer(digests)] == digests

@@ -5,11 +5,13 @@ The host agent receives and stages once for all ranks, which map and load what i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rl_plane._util.tasks import Cancelled
+from rl_plane.errors import PlaneError
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
 from worker.engines.base import EngineAdapter
@@ -114,6 +116,13 @@ class WeightsInRanks(EngineAdapter):
     def _forget(self, staging: str) -> None:
         self.ranks.forget(staging)
         self.host.forget(staging)
+
+    def _adapter_taken(self, staging: str) -> None:
+        """Frees the memory in which an adapter came, once every rank has made its own form of it. The host agent may
+        keep a copy for other workers."""
+        with contextlib.suppress(PlaneError):  # the ranks have it
+            self.host.take(staging)
+        self.host.loaded(staging)
 
     async def _loaded(self, staging: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Gives the memory of swapped weights back, if every rank has copied them. `rows`: the answers to the swap."""

@@ -423,8 +423,10 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
                     await self.process.call(
                         "put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id
                     )
-                finally:
+                except BaseException:
                     await asyncio.to_thread(self._forget, staging)
+                    raise
+                await asyncio.to_thread(self._adapter_taken, staging)
             if old is not None:
                 await self._retire(name, old, replaced=fresh is not None)
         except BaseException:

@@ -360,9 +360,9 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
             await self._on_agents("keep_adapter", staging=staging, files=lora.files)
         except BaseException:
             await self._drop_files(lora)
-            raise
-        finally:
             await asyncio.to_thread(self._forget, staging)
+            raise
+        await asyncio.to_thread(self._adapter_taken, staging)
         try:
             assert version is not None, "of an adapter that is loaded"
             await self._add_lora(lora)

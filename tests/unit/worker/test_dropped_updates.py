@@ -1,0 +1,151 @@
+"""An update that is dropped leaves a worker as it was, whatever comes meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl_plane.errors import Conflict, EngineFailed, UpdateAborted
+from rl_plane.protocol.subjects import Entry, Subjects
+from rl_plane.protocol.update_requests import PreparedReply, Transport
+from tests.support.receive_requests import named_request
+from worker.reconcile.coordinator_calls import CoordinatorCalls
+from worker.reconcile.peers import Peers
+from worker.reconcile.staged_updates import WeightUpdates
+
+ROAD = {"backend": "road"}
+BOUND_S = 10.0
+
+
+class Engine:
+    """An EngineAdapter and its EngineLoop. A receive ends when it is cancelled, or with `complete`."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.complete = False
+        self.discards = asyncio.Event()
+        self.may_discard = asyncio.Event()
+        self.discarded: list[str] = []
+
+    def open(self, *_: object) -> None:
+        self.opened += 1
+
+    def receive(self, staging: str, cancelled: Callable[[], bool]) -> PreparedReply:
+        while not self.complete:
+            if cancelled():
+                raise EngineFailed("staging was cancelled")
+        return PreparedReply(digest="d", tensors=1, bytes=1, refetchable=True)
+
+    def received(self) -> None:
+        return None
+
+    async def discard(self, staging: str) -> None:
+        self.discards.set()
+        await self.may_discard.wait()
+        self.discarded.append(staging)
+
+    async def run(self, work: Any) -> Any:
+        return await work
+
+
+def updates_of(engine: Any) -> WeightUpdates:
+    info: Any = SimpleNamespace(transports=("road",), vocab_size=512, max_model_len=512)
+    return WeightUpdates(engine, info, engine, lambda staged: None, lambda: None)
+
+
+@pytest.fixture(autouse=True)
+async def bound() -> AsyncIterator[None]:
+    async with asyncio.timeout(BOUND_S):
+        yield
+
+
+async def test_an_update_that_was_dropped_while_it_listened_begins_anew() -> None:
+    """A trainer may repeat a call whose first try was aborted. The worker must listen again then."""
+    engine = Engine()
+    updates, request = updates_of(engine), named_request("u", ROAD).request
+    for opened in (1, 2):
+        await updates.listen(request, 1)
+        assert engine.opened == opened
+        assert await updates.drop("u")
+        assert updates.failed is None, "it was aborted"
+
+
+async def test_a_drop_waits_for_what_an_earlier_one_still_discards() -> None:
+    """The call that drops an update may end early. The next update needs the memory."""
+    engine = Engine()
+    engine.complete = True
+    updates = updates_of(engine)
+    await updates.prepare(named_request("u", ROAD).request, 1)
+    first = asyncio.create_task(updates.drop("u"))
+    await engine.discards.wait()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    second = asyncio.create_task(updates.drop(None))
+    done, _ = await asyncio.wait([second], timeout=0.1)
+    assert not done
+    engine.may_discard.set()
+    await second
+    assert engine.discarded == ["staging-0"]
+
+
+async def test_an_abort_reaches_an_update_in_place_that_waits_for_its_turn() -> None:
+    turn, waits = asyncio.Event(), asyncio.Event()
+
+    class Changes:
+        @asynccontextmanager
+        async def turn(self, fence: int) -> AsyncIterator[None]:
+            waits.set()
+            await turn.wait()
+            yield
+
+        def look(self) -> None:
+            pass
+
+    async def read() -> None:
+        pass
+
+    core: Any = SimpleNamespace(
+        state=SimpleNamespace(check_fence=lambda fence: None, adapters={}), check_undecided=lambda update_id: None
+    )
+    record: Any = SimpleNamespace(read=read)
+    updates, changes = updates_of(Engine()), Changes()
+    updates.check = lambda *_: None  # type: ignore[method-assign]
+    calls = CoordinatorCalls(core, record, changes, updates, Transport(backend="road"), lambda: None)  # type: ignore[arg-type]
+    prepare = asyncio.create_task(calls.prepare(named_request("u", ROAD, in_place=True).request, 1))
+    await waits.wait()
+    assert not await calls.abort("u", 1)
+    turn.set()
+    with pytest.raises(UpdateAborted, match="before it began"):
+        await prepare
+
+
+async def test_a_peer_is_not_blamed_for_an_update_that_is_in_the_way() -> None:
+    asked: list[object] = []
+
+    class Store:
+        name = "w0"
+
+        async def bucket_exists(self, bucket: str) -> bool:
+            return True
+
+        async def list_keys(self, bucket: str, keys: str) -> list[Entry]:
+            offer = json.dumps({"places": [{"digest": "d", "transport": ROAD}]}).encode()
+            return [Entry(f"w{number}", offer, 1) for number in range(1, 4)]
+
+    async def take(transport: object) -> None:
+        asked.append(transport)
+        raise Conflict("waiting for the update u")
+
+    bus: Any = Store()
+    engine: Any = None
+    peers = Peers(bus, Subjects("n", "c"), engine, ["road"], "h", lambda: ())
+    with pytest.raises(Conflict, match="waiting for the update u"):
+        await peers.bring("d", take)
+    assert asked == [ROAD]
