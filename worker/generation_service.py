@@ -224,8 +224,9 @@ class GenerationService:
         span.set(prompt_tokens=size, max_tokens=request.max_tokens)
         share = TokenShare(self._state.tokens, size)
         made, began = 0, self._numerics.cuts
+        gather_s = 0.0 if self._adapter.gathers else request.gather_s
         try:
-            async for batch in self._engine.stream(self._deltas(request), request.gather_s):
+            async for batch in self._engine.stream(self._deltas(request), gather_s):
                 await self._may_deliver(began)
                 for delta in joined(batch):
                     if delta.token_ids:

@@ -83,9 +83,9 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-GATHER_S = 0.1
-"""The seconds for which an engine, and then its worker, gathers the tokens of a reply that is sent at its end. A worker
-that dies loses no more than these, and another one makes them again."""
+GATHER_S = 1.0
+"""The longest time in seconds for which a worker gathers the tokens of a reply that is sent at its end. A worker that
+dies loses no more than these, and another one makes them again."""
 
 
 class Rendering(BaseModel):
@@ -234,8 +234,8 @@ class GenerateRequest(BaseModel):
     """The number of tokens at the end of `prompt_token_ids` that a lost worker generated for this request. The text
     continues after them."""
     gather_s: float = Field(0.0, ge=0.0, le=GATHER_S)
-    """The seconds for which the worker and its engine may hold tokens back after the first one, to handle many at once.
-    Nothing is held back at the end."""
+    """The most seconds for which the worker may hold tokens back after the first one, to handle many at once. It holds
+    nothing back at the end."""
     pooling: Pooling | None = None
     """Compute one vector of the prompt, and no tokens. Only a pooling model can do it, and it can do nothing else."""
 

@@ -232,6 +232,9 @@ class EngineAdapter(ABC):
 
     # generation
 
+    gathers: bool = False
+    """True: `generate` itself holds tokens back, as long as `request.gather_s` allows. False: the worker does it."""
+
     @abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         """Generates for one request, until a delta has a `finish_reason`.

@@ -12,6 +12,8 @@ import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Generic, TypeVar
 
+from worker.runtime.gathering import Alarm, gather_time
+
 T = TypeVar("T")
 log = logging.getLogger("worker.runtime.engine_loop")
 
@@ -66,11 +68,11 @@ class EngineLoop:
         """Yields the source's items in batches: everything that has come since the last batch. So a slow reader gets
         fewer and larger batches. The request's length bounds how much can pile up.
 
-        Leaving the iterator closes the source. `gather_s`: each batch but the first one waits so long for more items,
-        unless the source ends."""
+        Leaving the iterator closes the source. `gather_s`: each batch but the first one waits for more items, at most
+        so many seconds and not beyond the source's end (`gather_time`)."""
         here = asyncio.get_running_loop()
         ferry = self._ferries.setdefault(here, _Ferry(self._loop, here))
-        items: _Inbox[T] = _Inbox(here)
+        items: _Inbox[T] = _Inbox()
 
         async def pump() -> None:
             end: BaseException | None = None
@@ -87,12 +89,12 @@ class EngineLoop:
 
         begun: list[asyncio.Task[None]] = []
         last: Any = ...
-        wait_s = 0.0
+        wait_s, began = 0.0, here.time()
         self._loop.call_soon_threadsafe(lambda: begun.append(self._loop.create_task(pump())))
         try:
             while last is ...:
                 batch = await items.take(wait_s)
-                wait_s = gather_s
+                wait_s = gather_time(here.time() - began, gather_s) if gather_s else 0.0
                 if batch[-1] is None or isinstance(batch[-1], BaseException):
                     last = batch.pop()
                 if batch:
@@ -108,11 +110,10 @@ class EngineLoop:
 class _Inbox(Generic[T]):
     """The items that have come for one reader, on the reader's loop. None and an error are its end."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._items: list[T | BaseException | None] = []
         self._ended = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._alarm = Alarm()
         self._gathers = False
         """The reader waits for the end or for its time, and not for the next item."""
 
@@ -120,33 +121,20 @@ class _Inbox(Generic[T]):
         self._items.append(item)
         self._ended = self._ended or item is None or isinstance(item, BaseException)
         if self._ended or not self._gathers:
-            self._wake()
+            self._alarm.ring()
 
     async def take(self, gather_s: float) -> list[T | BaseException | None]:
         """Everything that has come, once something has. It waits `gather_s` for more, unless the end has come."""
         if not self._items:
-            await self._wait()
+            await self._alarm.wait()
         if gather_s and not self._ended:
             self._gathers = True
-            timer = self._loop.call_later(gather_s, self._wake)
             try:
-                await self._wait()
+                await self._alarm.wait(gather_s)
             finally:
                 self._gathers = False
-                timer.cancel()
         taken, self._items = self._items, []
         return taken
-
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class _Ferry:

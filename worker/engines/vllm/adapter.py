@@ -79,6 +79,8 @@ def _process_of(options: EngineOptions) -> VllmProcess:
 
 
 class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
+    gathers = True  # vLLM's queue of a request joins what nobody takes
+
     def __init__(self, options: EngineOptions, process: VllmProcess | None = None) -> None:
         """`process`: the default is vLLM's own, built from the options."""
         quieten()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +21,7 @@ from worker.engines.common.spans import Label
 from worker.engines.vllm.pooled_names import pooled_names
 from worker.engines.vllm.processes import VllmProcess
 from worker.engines.vllm.text_form import sampling_options
+from worker.runtime.gathering import Alarm, gather_time
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -88,10 +89,10 @@ class Streams:
         made, finished = 0, False
         try:
             queue = await self._submit(stream, request, prompt, lora)
-            ended = _end_of(queue)
+            end, began = _End(queue), time.monotonic()
             while not finished:
-                if made and request.gather_s:
-                    await _passed(ended, request.gather_s)  # the queue joins what comes meanwhile
+                if made and request.gather_s:  # the queue joins what comes meanwhile
+                    await end.within(gather_time(time.monotonic() - began, request.gather_s))
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 (choice,) = output.outputs
@@ -224,24 +225,25 @@ class Streams:
             yield next((name for name, start in reversed(starts) if start <= index), None)
 
 
-def _end_of(queue: Any) -> asyncio.Event:
-    """An event that is set when vLLM's queue of a request gets the last output, or an error."""
-    ended, put = asyncio.Event(), queue.put
+class _End:
+    """The end of vLLM's queue of one request: the last output, or an error."""
 
-    def noticing(output: Any) -> None:
-        put(output)
+    def __init__(self, queue: Any) -> None:
+        self._put = queue.put
+        self._has_come = False
+        self._alarm = Alarm()
+        queue.put = self._noticing
+
+    def _noticing(self, output: Any) -> None:
+        self._put(output)
         if isinstance(output, Exception) or output.finished:
-            ended.set()
+            self._has_come = True
+            self._alarm.ring()
 
-    queue.put = noticing
-    return ended
-
-
-async def _passed(ended: asyncio.Event, most_s: float) -> None:
-    """Waits for the event, at most for so long."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(most_s):
-            await ended.wait()
+    async def within(self, most_s: float) -> None:
+        """Waits for the end, at most for so many seconds."""
+        if not self._has_come:
+            await self._alarm.wait(most_s)
 
 
 def _prompt_logprobs(steps: list[Any], prompt: list[int]) -> list[float | None]:
