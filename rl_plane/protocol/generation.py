@@ -84,8 +84,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 GATHER_S = 0.1
-"""The seconds for which an engine, and then its worker, gathers the tokens of a reply that is sent at its end. A worker
-that dies loses no more than these, and another one makes them again."""
+"""The seconds for which an engine, and after it the worker, gathers the tokens of a reply that is sent at its end. A
+worker that dies loses the tokens of at most twice this time, and another one makes them again."""
 
 
 class Rendering(BaseModel):

@@ -65,6 +65,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calls_are_read_for_tools_without_a_choice_or_with_auto() -> None:
     for choice in ("auto", None):
         assert chat(tools=TOOLS, tool_choice=choice).auto_tools == AutoTools(tuple(TOOLS), choice == "auto")
+        assert chat(tools=TOOLS, tool_choice=choice, messages=None, prompt_token_ids=[5]).auto_tools is not None
     for choice in ("none", "required"):
         assert chat(tools=TOOLS, tool_choice=choice).auto_tools is None
     assert chat(tool_choice="auto").auto_tools is None
