@@ -73,7 +73,7 @@ async def test_an_error_without_a_text_is_of_the_tools(engine: Parsing) -> None:
     assert caught.value.facts["field"] == "tools"
 
 
-@pytest.mark.parametrize(("name", "says"), [("other", "has no parser"), ("stub", "a stub")])
+@pytest.mark.parametrize(("name", "says"), [("other", "finds no parser"), ("stub", "a stub")])
 async def test_a_parser_that_can_not_work_is_refused_at_the_start(engine: Parsing, name: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:
         await engine._use_parser(name)

@@ -58,7 +58,7 @@ class ToolCallParsing(Generating, CanParseToolCalls):
         known = await asyncio.to_thread(self._parsers)
         if name not in known:
             raise InvalidRequest(
-                f"the engine has no parser of tool calls {name[:64]!r}",
+                f"the engine finds no parser of tool calls for {name[:64]!r}",
                 field=f"engine_arg.{ARGUMENT}",
                 fix=f"one of {', '.join(sorted(known))}",
             )
