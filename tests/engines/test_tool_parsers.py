@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("torch")
 
 from rl_plane.errors import InvalidRequest
-from tests.support.vllm_stand_in import Llm, Process
 from worker.engines.base import EngineOptions
 from worker.engines.common.tokenizing import load_tokenizer
 from worker.engines.common.tool_call_parsing import SAMPLE_TOOL, ToolCallParsing
@@ -27,27 +26,34 @@ BROKEN = {
 """Texts that raise an error in the parser."""
 
 
-def _ready(engine: Any, model: Path) -> ToolCallParsing:
-    engine._tokenizer = load_tokenizer(model)
-    engine._info = SimpleNamespace(lacks={}, vocab_size=VOCAB_SIZE)
-    assert isinstance(engine, ToolCallParsing)
-    return engine
+class NoProcess:
+    """Stands in for an engine's processes, which are not to start."""
+
+    device = "cpu"
+
+    async def end(self) -> None:
+        pass
 
 
-def of_vllm(model: Path) -> ToolCallParsing:
-    """A vLLM engine that has a tokenizer and nothing else."""
+def of_vllm(model: Path, **extra: str) -> ToolCallParsing:
     from worker.engines.vllm.adapter import VllmEngine
 
-    process: Any = Process(Llm())
-    return _ready(VllmEngine(EngineOptions(model), process), model)
+    process: Any = NoProcess()
+    return VllmEngine(EngineOptions(model, extra=extra), process)
 
 
-def of_sglang(model: Path) -> ToolCallParsing:
-    """An SGLang engine that has a tokenizer and nothing else."""
+def of_sglang(model: Path, **extra: str) -> ToolCallParsing:
     from worker.engines.sglang.adapter import SglangEngine
 
-    process: Any = SimpleNamespace(device="cpu")
-    return _ready(SglangEngine(EngineOptions(model), process), model)
+    process: Any = NoProcess()
+    return SglangEngine(EngineOptions(model, extra=extra), process)
+
+
+def with_tokenizer(engine: ToolCallParsing) -> ToolCallParsing:
+    """The engine as if it had started, with a tokenizer and nothing else."""
+    info: Any = SimpleNamespace(lacks={}, vocab_size=VOCAB_SIZE)
+    engine._tokenizer, engine._info = load_tokenizer(engine._options.model), info
+    return engine
 
 
 async def _check_broken(engine: ToolCallParsing, parser: str) -> None:
@@ -61,11 +67,11 @@ async def _check_broken(engine: ToolCallParsing, parser: str) -> None:
     assert [call["name"] for call in reply["calls"]] == ["look"]
 
 
-async def _check_refused(engine: ToolCallParsing, parser: str) -> None:
+async def _check_refused(engine: ToolCallParsing) -> None:
+    """The engine does not start: it refuses its parser before it loads the model."""
     with pytest.raises(InvalidRequest) as caught:
-        await engine._use_parser(parser)
+        await engine.start()
     assert caught.value.facts["field"] == "engine_arg.tool_call_parser"
-    assert engine._tool_call_parser is None
 
 
 async def _check_tools(engine: ToolCallParsing) -> None:
@@ -78,15 +84,15 @@ async def _check_tools(engine: ToolCallParsing) -> None:
 @pytest.mark.engines("vllm")
 async def test_vllms_parsers(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", 0)
-    await _check_refused(of_vllm(model), "openai")  # a stub: vLLM reads these texts elsewhere
-    await _check_refused(of_vllm(model), "none such")
-    await _check_tools(of_vllm(model))
-    await _check_broken(of_vllm(model), "internlm")
+    await _check_refused(of_vllm(model, tool_call_parser="openai"))  # a stub: vLLM reads these texts elsewhere
+    await _check_refused(of_vllm(model, tool_call_parser="none such"))
+    await _check_tools(with_tokenizer(of_vllm(model)))
+    await _check_broken(with_tokenizer(of_vllm(model)), "internlm")
 
 
 @pytest.mark.engines("vllm")
 async def test_vllms_parsers_read_the_vocabulary_once(tmp_path: Path) -> None:
-    engine = of_vllm(make_tiny_model(tmp_path / "model", 0))
+    engine = with_tokenizer(of_vllm(make_tiny_model(tmp_path / "model", 0)))
     vocabulary, reads = engine._tokenizer.get_vocab(), []
 
     def get_vocab() -> Any:
@@ -103,7 +109,9 @@ async def test_vllms_parsers_read_the_vocabulary_once(tmp_path: Path) -> None:
 @pytest.mark.engines("sglang")
 async def test_sglangs_parsers(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", 0)
-    await _check_refused(of_sglang(model), "response_template")  # the tokenizer has no such template
-    await _check_refused(of_sglang(model), "none such")
-    await _check_tools(of_sglang(model))
-    await _check_broken(of_sglang(model), "qwen")
+    await _check_refused(
+        of_sglang(model, tool_call_parser="response_template")
+    )  # the tokenizer has no such template
+    await _check_refused(of_sglang(model, tool_call_parser="none such"))
+    await _check_tools(with_tokenizer(of_sglang(model)))
+    await _check_broken(with_tokenizer(of_sglang(model)), "qwen")

@@ -131,8 +131,8 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
         if self._head is not None:
             check_pooling(self._options.model, self._head)
             self.process.arguments["is_embedding"] = True
-        parser = self.process.arguments.get(ARGUMENT)
-        if parser not in (None, AUTO):
+        parser = self._options.extra.get(ARGUMENT)
+        if parser is not None and parser != AUTO:
             await self._use_parser(parser)
         await self.process.start()
         manager = self.process.manager
