@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from frontend.routing.fleet_status import FleetStatus
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     DeadlineExceeded,
@@ -23,10 +24,16 @@ MAX_ASKED = 3
 """The number of workers that are asked, one after another, while each dies or leaves before it answers."""
 
 
-async def ask_any(client: RlClient, members: Sequence[Member], op: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The reply of one of the members. Raises the error of the last one that was asked."""
+async def ask_any(
+    client: RlClient, status: FleetStatus, members: Sequence[Member], op: str, body: dict[str, Any]
+) -> dict[str, Any]:
+    """The reply of one of the members. Raises the error of the last one that was asked. Open members come first: one
+    that hangs or loads costs the op's whole time-out."""
+    admitted = status.admitted()
+    shuffled = random.sample(members, len(members))
+    shuffled.sort(key=lambda member: member.instance_id not in admitted)
     last: PlaneError = NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
-    for member in random.sample(members, min(MAX_ASKED, len(members))):
+    for member in shuffled[:MAX_ASKED]:
         try:
             row = await client.call(member.instance_id, op, body)
         except (Unavailable, DeadlineExceeded, EngineFailed) as error:

@@ -25,7 +25,14 @@ from frontend.server.replies import to_json
 from rl_plane._util import tracing
 from rl_plane._util.tracing import OFF, Span
 from rl_plane.errors import InvalidRequest, PlaneError, Unlabelled
-from rl_plane.protocol.generation import GATHER_S, GenerateDelta, GenerateRequest, VersionSpan, check_prompt_tops
+from rl_plane.protocol.generation import (
+    GATHER_S,
+    GenerateDelta,
+    GenerateRequest,
+    VersionSpan,
+    check_prompt_tops,
+    names_of,
+)
 
 log = logging.getLogger("frontend.completions.call")
 
@@ -116,37 +123,52 @@ class GenerationCall:
                 yield to_json(chunks.usage())
             yield DONE
         except Exception as error:
+            if isinstance(error, PlaneError):
+                self._add_partial(error)
             if not begun:
                 raise
             if not isinstance(error, PlaneError):
                 log.exception("a stream broke")
                 error = PlaneError("an unexpected error; see the log")
-            self._add_partial(error)
+                self._add_partial(error)
             # No [DONE] follows, so that no client takes this for a whole reply.
             yield to_json(openai_error(error, time.monotonic() - self._start))
 
     # ---- the events ----
 
     async def _begin(self) -> tuple[str, AsyncGenerator[tuple[int, Event], None]]:
-        """The model as the reply names it, and the events. Waits for a first worker."""
+        """The model as the reply names it, and the events."""
         plan = self._plan
         with self._service.engines.aborts.of(plan.made_id, choices=len(plan.requests)) as ending:
-            models = await ending.unless_aborted(self._service.models_for(plan.model))
-        if models is None:
+            model = await ending.unless_aborted(self._prepared())
+        if model is None:
             return plan.model or "", self._aborted_events()
+        return model, self._events()
+
+    async def _prepared(self) -> str:
+        """Completes the plan, and returns the model as the reply names it. Waits for a first worker, and for one that
+        checks the tools."""
+        plan = self._plan
+        models = await self._service.models_for(plan.model)
         model = models.name_of(plan.model)
         if (adapter := models.adapter_of(plan.model)) is not None:
             self._plan = plan = plan.with_adapter(adapter)
         if plan.auto_tools is not None and not await self._service.call_reader.reads(plan.auto_tools):
             self._plan = replace(plan, auto_tools=None)  # the text has the calls as the model wrote them
-        return model, self._events()
+        return model
 
     async def _read_calls(self, choice: Choice) -> None:
-        """Reads the calls of a choice that has ended, if the caller wants them."""
+        """Reads the calls of a choice that has ended, if the caller wants them. May wait for a worker."""
         tools = self._plan.auto_tools
-        if tools is not None and choice.finish_reason == "stop":
-            request_id = self._plan.requests[choice.index].id
-            choice.rest, choice.calls = await self._service.call_reader.calls_of(choice, tools, request_id)
+        if tools is None or choice.finish_reason != "stop":
+            return
+        request_id = self._plan.requests[choice.index].id
+        with self._service.engines.aborts.of(*names_of(request_id)) as ending:
+            read = await ending.unless_aborted(self._service.call_reader.calls_of(choice, tools, request_id))
+        if read is not None:
+            choice.rest, choice.calls = read
+        else:
+            choice.take(GenerateDelta(token_ids=[], finish_reason="abort"))
 
     async def _aborted_events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """The events of a call that was aborted before a worker was there."""

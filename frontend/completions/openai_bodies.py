@@ -206,7 +206,8 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(GenerationBody, TemplateBody):
-    """POST /v1/chat/completions. With `prompt_token_ids`, the fields of the template are checked and have no effect."""
+    """POST /v1/chat/completions. With `prompt_token_ids`, the fields of the template are checked and do not change
+    the prompt; `tools` and `tool_choice` have their effect on the reply all the same."""
 
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
     """none: the template gets no tools. auto: a worker's parser reads the calls that the model has written, and the

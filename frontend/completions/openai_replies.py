@@ -225,7 +225,10 @@ def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
 
 
 def _calls(plan: Plan, choice: Choice) -> list[dict[str, Any]] | None:
-    """The calls of a choice that has ended. None: there is none, or the text ends within one."""
+    """The calls of a choice that has ended. None: there is none, the text ends within one, or the choice was cut: it
+    may have been read before that."""
+    if choice.finish_reason == "abort":
+        return None
     if plan.forced is None:
         return choice.calls
     return calls_of(choice.text, plan.forced, plan.requests[choice.index].id)

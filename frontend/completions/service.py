@@ -19,6 +19,7 @@ from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.records.rollout_record import RolloutRecord
 from frontend.routing.committed import Committed
 from frontend.routing.engine_client import EngineClient
+from frontend.routing.fleet_status import FleetStatus
 from rl_plane.client import RlClient
 from rl_plane.errors import FrontendEnding, NoWorkers, Overloaded, PlaneError, Unavailable
 from rl_plane.membership.core import Changed, Snapshot
@@ -34,6 +35,7 @@ class Generation:
         engines: EngineClient,
         client: RlClient,
         view: MembershipView,
+        status: FleetStatus,
         committed: Committed,
         wait_s: float,
         limits: FrontendLimits = LIMITS,
@@ -55,7 +57,7 @@ class Generation:
         self.in_flight = 0
         """Choices under way."""
         self.caller_ids = CallerIds()
-        self.call_reader = CallReader(client, view)
+        self.call_reader = CallReader(client, view, status)
         self._is_leaving = False
         self._idle = asyncio.Event()
         self._idle.set()

@@ -100,4 +100,4 @@ class Tokens:
 
 async def _ask(component: ServedComponent, op: str, body: dict[str, Any]) -> dict[str, Any]:
     component.generation.check_served()
-    return await ask_any(component.client, component.view.snapshot().members, op, body)
+    return await ask_any(component.client, component.status, component.view.snapshot().members, op, body)

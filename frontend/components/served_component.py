@@ -64,7 +64,14 @@ class ServedComponent:
         )
         self.lease.on_abort = self.engines.aborts.abort
         self.generation = Generation(
-            self.engines, client, view, self.committed, options.admission_wait_s, options.limits, is_own=is_own
+            self.engines,
+            client,
+            view,
+            self.status,
+            self.committed,
+            options.admission_wait_s,
+            options.limits,
+            is_own=is_own,
         )
         fleet = Fleet(client)
         fleet.liveness_timeout_s = options.liveness_timeout_s

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from frontend.completions.auto_tools import CallReader
+from frontend.completions.call import GenerationCall
+from frontend.completions.completion_routes import OPENAI
+from frontend.main import Frontend
 from frontend.routing.aborts import Aborts
+from frontend.server.options import FrontendOptions
 from rl_plane.client import RlClient
-from rl_plane.errors import Unavailable
+from rl_plane.errors import FrontendEnding, Unavailable
 from rl_plane.protocol.subjects import FRONTEND_PREFIX
 from tests.support.dialect_facade import facade, fine
 from tests.support.frontend_process import PROMPT, ask, frontend, next_event
+from tests.support.openai_plans import chat
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -23,6 +29,7 @@ BOUND_S = 30.0
 WAIT_S = 60.0
 """The seconds that a request may wait for a worker. No request of these tests reaches the bound."""
 LONG = 2000
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
 
 
 async def never() -> int:
@@ -167,6 +174,56 @@ async def test_one_request_that_waits_ends_by_its_callers_name(plane: Plane) -> 
             assert tasks.pop("yours").result().json()["meta_info"]["finish_reason"]["type"] == "abort"
         await client.run("enable", {"workers": [worker.instance_id]})
         assert (await tasks["other"]).json()["meta_info"]["finish_reason"]["type"] == "length"
+
+
+@pytest.mark.parametrize("stage", ["reads", "calls_of"])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_request_that_waits_for_a_reader_of_its_calls_ends(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, stage: str, streams: bool
+) -> None:
+    """`reads` waits before the first token, and `calls_of` after the last one."""
+    plane.spawn()
+    waits = asyncio.Event()
+
+    async def reads(*_: Any) -> bool:
+        return True
+
+    async def hangs(*_: Any) -> None:
+        waits.set()
+        await never()
+
+    monkeypatch.setattr(CallReader, "reads", reads)
+    monkeypatch.setattr(CallReader, stage, hangs)
+    options = FrontendOptions(plane.url, plane.namespace, plane.component, admission_wait_s=WAIT_S)
+    async with asyncio.timeout(BOUND_S), Frontend.running(options) as running:
+        (component,) = running.components
+        await plane.until(component.status.admitted)
+
+        async def replies() -> list[dict[str, Any]]:
+            plan = chat(tools=TOOLS, stop=" t", include_stop_str_in_output=True)  # each token of the engine has it
+            call = GenerationCall(component.generation, plan, OPENAI)
+            if not streams:
+                return [await call.whole()]
+            return [json.loads(chunk) async for chunk in call.stream() if chunk != b"[DONE]"]
+
+        async def waiting() -> asyncio.Task[list[dict[str, Any]]]:
+            waits.clear()
+            task = asyncio.create_task(replies())
+            await waits.wait()
+            return task
+
+        task = await waiting()
+        assert component.engines.aborts.abort(None) == 1
+        (reply,) = await task
+        (choice,) = reply["choices"]
+        text = "" if stage == "reads" else " t"
+        assert (choice["delta" if streams else "message"]["content"], choice["finish_reason"]) == (text, "abort")
+
+        task = await waiting()
+        component.engines.give_up(lambda: FrontendEnding("the frontend ends"))
+        with pytest.raises(FrontendEnding) as caught:
+            await task
+        assert ("partial" in caught.value.facts) == (stage == "calls_of"), "the text is paid for"
 
 
 async def test_a_choice_that_waits_for_its_next_worker_ends_with_its_tokens(plane: Plane) -> None:

@@ -14,6 +14,7 @@ from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.paths import ROOT
 from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions, PauseMode
+from worker.engines.capabilities import OPS
 from worker.engines.fake.adapter import FakeEngine, make_fake_adapter, make_fake_model
 from worker.engines.fake.adapter import build as build_fake
 from worker.testing.engine_contract import (
@@ -32,6 +33,11 @@ from worker.testing.engine_contract import (
     swap_changes_tokens_and_nothing_else,
     tells_its_capabilities_honestly,
 )
+
+
+def test_the_page_on_engines_names_each_capability() -> None:
+    page = (ROOT / "docs" / "engine-of-your-own.md").read_text()
+    assert [one.__name__ for one in OPS if f"| `{one.__name__}` |" not in page] == []
 
 
 def build_echo(options: EngineOptions) -> EngineAdapter:

@@ -35,7 +35,7 @@ from worker.engines.sglang.limits import RAW_EMBEDDING, check_model, check_pooli
 from worker.engines.sglang.lora_references import lora_reference
 from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.scorer import NO_PIPELINE
-from worker.engines.sglang.sglang_tool_parsers import calls_of, has_parser
+from worker.engines.sglang.sglang_tool_parsers import AUTO, calls_of, parsers
 from worker.engines.sglang.streams import Experts, Feeder
 
 FLUSH_WAIT_S = 2.0
@@ -131,18 +131,26 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
         if self._head is not None:
             check_pooling(self._options.model, self._head)
             self.process.arguments["is_embedding"] = True
+        parser = self._options.extra.get(ARGUMENT)
+        if parser is not None and parser != AUTO:
+            await self._use_parser(parser)
         await self.process.start()
         manager = self.process.manager
+        if parser == AUTO:
+            await self._use_parser(manager.config_value(ARGUMENT) or AUTO)
         experts = Experts.of(manager.model_config.hf_text_config)
         self._feeder = Feeder(manager, self._eos, self._adapter_in_engine, self._label, experts)
         self.process.on_death(self._feeder.fail)
         await self.process.call("updatable")
         return self._describe()
 
-    def _calls_of(self, token_ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, list[ParsedCall]]:
-        assert self._tool_call_parser is not None, "the op is refused without a parser"
-        text = self._text_of(token_ids, skip_special_tokens=False)
-        return calls_of(self._tool_call_parser, self._tokenizer, tools, text)
+    def _parsers(self) -> Collection[str]:
+        return parsers()
+
+    def _calls_of(
+        self, name: str, token_ids: list[int], tools: list[dict[str, Any]]
+    ) -> tuple[str, list[ParsedCall]]:
+        return calls_of(name, self._tokenizer, tools, self._text_of(token_ids, skip_special_tokens=False))
 
     def _check_model(self) -> None:
         """Checks the model before SGLang loads it, since SGLang's own errors say less."""
@@ -164,9 +172,7 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
         lacking |= lacking_seeds(
             self._on_cpu, arguments.sampling_backend, arguments.enable_deterministic_inference
         )
-        if ARGUMENT in self.process.arguments and has_parser(arguments.tool_call_parser):
-            self._tool_call_parser = arguments.tool_call_parser
-        else:
+        if self._tool_call_parser is None:
             lacking["parse_tool_calls"] = NO_PARSER
         if arguments.grammar_backend == "none":
             lacking["generate:structured_output"] = NO_GRAMMARS

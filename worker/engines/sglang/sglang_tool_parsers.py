@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from rl_plane.protocol.worker_ops import ParsedCall
 
+AUTO = "auto"
+"""The name with which SGLang chooses the parser by the model's chat template, while it starts."""
 
-def has_parser(name: str | None) -> bool:
+
+def parsers() -> Collection[str]:
+    """The names of SGLang's parsers."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-    return name in FunctionCallParser.ToolCallParserEnum
+    return list(FunctionCallParser.ToolCallParserEnum)
 
 
 def calls_of(name: str, tokenizer: Any, tools: list[dict[str, Any]], text: str) -> tuple[str, list[ParsedCall]]:
-    """The rest of a text, and the calls in it, as SGLang's server finds them. `text`: with special tokens. Raises
-    ValueError for wrong tools."""
+    """The rest of a text, and the calls in it, as SGLang's server finds them. `text`: with special tokens. Each
+    parser raises errors of its own."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 

@@ -28,7 +28,7 @@ from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.replicas import scores_of_replicas
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
-from worker.engines.common.tool_call_parsing import NO_PARSER, ToolCallParsing
+from worker.engines.common.tool_call_parsing import ARGUMENT, NO_PARSER, ToolCallParsing
 from worker.engines.vllm.args import parse_arguments, pooling_arguments
 from worker.engines.vllm.core_load import METHOD as LOAD
 from worker.engines.vllm.core_load import total_load
@@ -38,7 +38,7 @@ from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
 from worker.engines.vllm.scorer import METHOD
 from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, ReleasedMemory, SleepCall
 from worker.engines.vllm.streams import Streams
-from worker.engines.vllm.vllm_tool_parsers import calls_of, check_parser, chosen_parser
+from worker.engines.vllm.vllm_tool_parsers import cached, calls_of, parsers
 
 KEPT_STATES = 256
 """The number of updates that the engine remembers. A request that is older has tokens of unknown versions."""
@@ -85,7 +85,8 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         """`process`: the default is vLLM's own, built from the options."""
         quieten()
         super().__init__(options, process or _process_of(options))
-        self._tool_call_parser = chosen_parser(options.extra)
+        self._parsers_tokenizer: Any = None
+        """The tokenizer as `cached` makes it. None: no parser was chosen yet."""
         self._released = ReleasedMemory()
         self._streams: Streams | None = None
         self._numbers = itertools.count(1)
@@ -99,8 +100,8 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
     async def _start(self) -> EngineInfo:
         self.engine_loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._load_tokenizer)
-        if self._tool_call_parser is not None:
-            await asyncio.to_thread(check_parser, self._tool_call_parser, self._tokenizer)
+        if (parser := self._options.extra.get(ARGUMENT)) is not None:
+            await self._use_parser(parser)
         await asyncio.to_thread(self._read_head)
         if self._head is not None:
             self.process.arguments |= pooling_arguments(self._head)
@@ -167,13 +168,18 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
             lacking |= no_cut_rows("stop")
         return lacking
 
-    def _calls_of(self, token_ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, list[ParsedCall]]:
-        assert self._tool_call_parser is not None, "the op is refused without a parser"
+    def _parsers(self) -> Collection[str]:
+        return parsers()
 
+    def _calls_of(
+        self, name: str, token_ids: list[int], tools: list[dict[str, Any]]
+    ) -> tuple[str, list[ParsedCall]]:
         def text(skip_special_tokens: bool) -> str:
             return self._text_of(token_ids, skip_special_tokens=skip_special_tokens)
 
-        return calls_of(self._tool_call_parser, self._tokenizer, tools, text)
+        if self._parsers_tokenizer is None:  # by the first text, at the start
+            self._parsers_tokenizer = cached(self._tokenizer)
+        return calls_of(name, self._parsers_tokenizer, tools, text)
 
     def _kv_tokens(self) -> int | None:
         of_one: int | None = self.process.config.cache_config.kv_cache_size_tokens

@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
-from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.worker_ops import ParsedCall
-from worker.engines.common.tool_call_parsing import ARGUMENT
 
 
-def chosen_parser(extra: Mapping[str, str]) -> str | None:
-    """The parser that the engine arguments name. InvalidRequest: vLLM has none of this name."""
-    name = extra.get(ARGUMENT)
-    if name is None:
-        return None
+def parsers() -> Collection[str]:
+    """The names of vLLM's parsers."""
     from vllm.tool_parsers import ToolParserManager
 
-    known = ToolParserManager.list_registered()
-    if name not in known:
-        raise InvalidRequest(
-            f"vLLM has no parser of tool calls {name[:64]!r}",
-            field=f"engine_arg.{ARGUMENT}",
-            fix=f"one of {', '.join(known)}",
-        )
-    return name
+    names: list[str] = ToolParserManager.list_registered()
+    return names
 
 
-def check_parser(name: str, tokenizer: Any) -> None:
-    """InvalidRequest: the parser does not work with this tokenizer, or lacks a package."""
-    from vllm.tool_parsers import ToolParserManager
+def cached(tokenizer: Any) -> Any:
+    """The tokenizer as vLLM's server gives it to parsers. Each new parser reads the whole vocabulary, and this one
+    remembers it."""
+    from vllm.tokenizers.hf import get_cached_tokenizer
 
-    try:
-        ToolParserManager.get_tool_parser(name)(tokenizer)
-    except Exception as error:  # each parser has errors of its own
-        raise InvalidRequest(
-            f"vLLM's parser {name} of tool calls does not work here: {error}",
-            field=f"engine_arg.{ARGUMENT}",
-            fix="name the parser of this model's family, and install what it needs",
-        ) from error
+    return get_cached_tokenizer(tokenizer)
 
 
 def calls_of(
     name: str, tokenizer: Any, tools: list[dict[str, Any]], text: Callable[[bool], str]
 ) -> tuple[str, list[ParsedCall]]:
     """The rest of a text, and the calls in it, as vLLM's server finds them. `text`: the text with or without
-    (`skip_special_tokens`) special tokens, as the parser needs it. Raises ValueError for wrong tools."""
+    (`skip_special_tokens`) special tokens, as the parser needs it. Each parser raises errors of its own."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
