@@ -1,4 +1,4 @@
-"""LoRA adapters in a transformers model, computed by PEFT itself.
+"""LoRA adapters in a transformers model, computed by PEFT itself, each in the dtype of its layer.
 
 Each adapter has a model of its own: a copy of the base model's modules that shares its parameters, with PEFT's layers
 around some of them. So adapters of any kinds do not meet, and the base model stays as it was loaded.
@@ -234,8 +234,8 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lora_dtypes(model: Any) -> list[tuple[str, torch.dtype]]:
-    """The names of PEFT's layers, inner ones first, and the dtypes of what they wrap: PEFT computes an adapter in the
-    dtype of its layer."""
+    """The names of PEFT's layers, inner ones first, and the dtypes of what they wrap: an adapter is computed in the
+    dtype of its layer. PeftModel computes it in float32, unless `autocast_adapter_dtype=False`."""
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
     found = []
