@@ -109,6 +109,21 @@ async def test_adapters_of_a_part_of_a_layer(
     assert not is_of(result, models.tiny[1])
 
 
+async def test_only_the_ranks_of_adapted_modules_count(
+    engine: OffersMemory, models: Models, scratch: Path
+) -> None:
+    """`r` is larger than the engine takes, and `rank_pattern` has another rank for every module."""
+    await update(engine, models.tiny[1], 1)
+    ranks = {"q_proj": 4, "layers.0.mlp.down_proj": 6, "layers.1.mlp.down_proj": 2}
+    path = make_tiny_adapter(
+        models.tiny[1], scratch / "ranks", 3, r=65, targets=("q_proj", "down_proj"), std=0.05, ranks=ranks
+    )
+    await load_adapter(engine, "x", path)
+    result = await run(engine, ask(prompt_of(1, 12), adapter="x", logprobs=True))
+    assert is_of(result, models.tiny[1], path)
+    assert not is_of(result, models.tiny[1])
+
+
 async def test_an_adapter_that_goes_ends_its_requests(engine: OffersMemory, models: Models) -> None:
     await load_adapter(engine, "x", models.adapters[1])
     mine = Run(engine, ask([20], adapter="x", max_tokens=ENDLESS))

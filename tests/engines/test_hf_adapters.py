@@ -35,6 +35,7 @@ from tests.support.hf_runs import (
 from tests.support.moe import make_qwen_moe
 from tests.support.receive_requests import NamedRequest, files_request
 from worker.engines.base import EngineOptions
+from worker.engines.common import adapter_patterns
 from worker.engines.hf.adapter import HfEngine
 from worker.receive.staging import adapter_digest
 from worker.receive.weight_holder import TensorStream
@@ -533,6 +534,14 @@ def test_what_peft_saves_is_what_is_asked_for(tiny: Path, made_by_peft: dict[str
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"target_modules": 5}, "target_modules"),
+        ({"target_modules": [5]}, "target_modules"),
+        ({"exclude_modules": True}, "exclude_modules"),
+        ({"target_parameters": 5}, "target_parameters"),
+        ({"modules_to_save": 2.5}, "modules_to_save"),
+        ({"layers_pattern": True}, "layers_pattern"),
+        ({"rank_pattern": 5}, "rank_pattern"),
+        ({"alpha_pattern": []}, "alpha_pattern"),
     ],
 )
 async def test_configs_that_do_not_fit_this_model(
@@ -545,6 +554,24 @@ async def test_configs_that_do_not_fit_this_model(
         engine.holder.adapter_spec(config | change)
     assert caught.value.facts["field"] == f"adapter_config.{key}"
     assert caught.value.facts["fix"]
+
+
+def test_patterns_are_tried_with_the_names_of_parameters(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT matches ranks with the names of `target_parameters`, and this pattern ends for every other name."""
+    from worker.engines.hf.peft_layers import ModelAdapters
+
+    monkeypatch.setattr(adapter_patterns, "PATTERNS_S", 1.0)
+    adapters = ModelAdapters(load_plain(make_qwen_moe(root / "moe-patterns", 1, "float32")), {})
+    config = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_parameters": ["mlp.experts.down_proj"],
+        "rank_pattern": {r"(?=.*experts\.down_proj$)(\w+\.?)+!": 2},
+    }
+    with pytest.raises(InvalidWeights, match="takes more than 1 s") as caught:
+        adapters.spec(config)
+    assert caught.value.facts["field"] == "adapter_config.rank_pattern"
 
 
 async def test_an_adapter_of_another_model_or_dtype(start: Start, root: Path, tiny: Path) -> None:

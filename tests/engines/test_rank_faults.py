@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from rl_plane.errors import EngineFailed, InvalidRequest
+from tests.support.cores import bound_cores
 from tests.support.engine_kinds import Kind
 from tests.support.engine_models import Models, is_of, kind, models
 from tests.support.engine_runs import (
@@ -44,14 +45,10 @@ RANKS = {"vllm": {"tensor_parallel_size": "2"}, "sglang": {"tp_size": "2"}}
 async def shared(
     kind: Kind, models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[FullEngine]:
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("two ranks need two cores")
-    site = tmp_path_factory.mktemp("site")
-    install(site)
-    engine = kind.build(kind.options(models.tiny[1], **RANKS[kind.name]))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+    with bound_cores() as patched:
+        site = tmp_path_factory.mktemp("site")
+        install(site)
+        engine = kind.build(kind.options(models.tiny[1], **RANKS[kind.name]))
         patched.syspath_prepend(site)  # of its ranks too
         patched.setenv("PYTHONPATH", str(site), prepend=os.pathsep)  # and of its host agent
         info = await engine.start()

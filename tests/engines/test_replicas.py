@@ -21,6 +21,7 @@ from rl_plane.client import RlClient
 from rl_plane.errors import CanaryFailed, PlaneError, Unavailable
 from tests.conftest import Plane, lives
 from tests.support import rank_faults, weight_faults
+from tests.support.cores import bound_cores
 from tests.support.each_transport import Shelf, stepped
 from tests.support.faults import Stream
 from tests.support.fleet_updates import all_serve, update_of
@@ -54,13 +55,9 @@ PROCESSES = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.engines(name)) for name in SIZES])
 def mixed(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> Iterator[Mixed]:
     """A fleet of one worker."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < REPLICAS:
-        pytest.skip("two replicas need two cores")
-    engine, plane = request.param, make_plane()
-    first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+    with bound_cores(REPLICAS) as patched:
+        engine, plane = request.param, make_plane()
+        first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16")
         patched.setenv("TMPDIR", str(plane.tmp))
         rank_faults.install(plane.tmp / "site")
         weight_faults.install(plane.tmp / "site")

@@ -15,6 +15,7 @@ from rl_plane.client import RlClient
 from rl_plane.errors import CanaryFailed, NotAdmitted
 from rl_plane.protocol.canary import ACROSS_KINDS
 from tests.support import moe_scenarios, weight_faults
+from tests.support.cores import bound_cores
 from tests.support.faults import StatusLog, Stream
 from tests.support.fleet_updates import all_serve, update_of
 from tests.support.frontend_process import frontend
@@ -44,16 +45,12 @@ ENDLESS = 1500
 )
 def fleet(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> Iterator[MoeFleet]:
     model, tp, engines = request.param
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < tp:
-        pytest.skip("two ranks need two cores")
-    plane = make_plane()
-    found = MoeFleet(plane, model, {})
     arguments: dict[str, dict[str, Any]] = {"sglang": {"max_lora_rank": 8, "tp_size": tp}, "hf": {}}
-    with pytest.MonkeyPatch.context() as patched:
+    with bound_cores(tp) as patched:
+        plane = make_plane()
+        found = MoeFleet(plane, model, {})
         weight_faults.install(plane.tmp / "site")
         patched.setenv("PYTHONPATH", str(plane.tmp / "site"), prepend=os.pathsep)
-        patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, cores[:tp])))
         started = {
             engine: plane.spawn(ready=False, engine=engine, model=found.base(1), **arguments[engine])
             for engine in engines

@@ -24,6 +24,7 @@ from rl_plane.publish import WeightPublisher
 from tests.conftest import Plane, Spawned, lives
 from tests.support import each_transport
 from tests.support.broadcast_updates import free_port
+from tests.support.cores import bound_cores
 from tests.support.faults import Stream
 from tests.support.fleet_updates import update_of
 from tests.support.mixed_fleet import (
@@ -106,13 +107,9 @@ class Nodes(Mixed):
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.engines(name)) for name in PARTS])
 def mixed(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("two ranks need two cores")
-    engine, plane = request.param, make_plane()
-    first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16", **SHAPE)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+    with bound_cores() as patched:
+        engine, plane = request.param, make_plane()
+        first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16", **SHAPE)
         patched.setenv("VLLM_HOST_IP", "127.0.0.1")
         patched.setenv("TMPDIR", str(plane.tmp))
         found = Nodes(plane, first, {engine: "0123456789abcdef"})

@@ -18,6 +18,7 @@ from rl_plane.client import RlClient
 from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
 from tests.conftest import Plane, Spawned, lives
 from tests.support import each_transport, rank_faults
+from tests.support.cores import bound_cores
 from tests.support.faults import Stream
 from tests.support.fleet_updates import all_serve, update_of
 from tests.support.group_pushes import Pushing, _send_all
@@ -57,13 +58,9 @@ PROCESSES = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.engines(name)) for name in RANKS])
 def mixed(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> Iterator[Mixed]:
     """A fleet of one."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("two ranks need two cores")
-    engine, plane = request.param, make_plane()
-    first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+    with bound_cores() as patched:
+        engine, plane = request.param, make_plane()
+        first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16")
         patched.setenv("TMPDIR", str(plane.tmp))
         rank_faults.install(plane.tmp / "site")
         patched.setenv("PYTHONPATH", str(plane.tmp / "site"), prepend=os.pathsep)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import pytest_asyncio
 
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S
 from tests.kill.checkpoints import Wrong, check
@@ -42,6 +44,28 @@ HEAL = "heal"
 """No update's: the worker was killed, and its next process receives what is committed."""
 LOAD = "load"
 """The point at which the first tensor has overwritten the served weights: `staging: none`."""
+ENGINE_POINTS = (
+    RECEIVE,
+    LOAD,
+    "prepare_update.after",
+    "gate.after",
+    "commit_update.before",
+    "commit_update.after",
+    "open.before",
+)
+"""The points of an update at which a vLLM or SGLang worker has something to lose."""
+
+KILL_MARKS = [
+    pytest.mark.skipif(sys.platform != "linux", reason="relies on PR_SET_PDEATHSIG"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+ENGINE_MARKS = [
+    *KILL_MARKS,
+    pytest.mark.engines("vllm", "sglang"),
+    pytest.mark.alone,
+    pytest.mark.kills,
+    pytest.mark.timeout(900),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,19 +299,29 @@ async def _check_served(fleet: RealFleet) -> None:
     rollouts.check_committed(fleet.committed)
 
 
-@asynccontextmanager
-async def matrix_of(
-    cases: Sequence[Case], lanes: dict[Engine, int], request: pytest.FixtureRequest, tmp: Path
-) -> AsyncIterator[Matrix]:
-    """Begins at once with all cases that were selected; each test waits for its own."""
-    names = {item.name for item in request.session.items if item.path == request.path}
-    chosen = [case for case in cases if any(name.endswith(f"[{case}]") for name in names)]
-    matrix = Matrix(chosen, tmp, lanes)
-    try:
-        yield matrix
-    finally:
-        await matrix.close()
-        print(matrix.report())
+def matrix_fixture(
+    cases: Sequence[Case],
+    lanes: dict[Engine, int],
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Any:
+    """Makes the fixture `matrix` of a module with these cases. It begins at once with all cases that were selected, and
+    each test waits for its own. `lanes`: engine → fleets. `around`: surrounds all of them."""
+
+    @pytest_asyncio.fixture(scope="module", loop_scope="module", name="matrix")
+    async def fixture(
+        request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> AsyncIterator[Matrix]:
+        names = {item.name for item in request.session.items if item.path == request.path}
+        chosen = [case for case in cases if any(name.endswith(f"[{case}]") for name in names)]
+        with around():
+            matrix = Matrix(chosen, tmp_path_factory.mktemp("kill"), lanes)
+            try:
+                yield matrix
+            finally:
+                await matrix.close()
+                print(matrix.report())
+
+    return fixture
 
 
 class Matrix:

@@ -6,17 +6,12 @@ One case: `-k fake-kill-worker-gate.before`; other choices within the cases: `KI
 
 from __future__ import annotations
 
-import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import pytest
-import pytest_asyncio
 
-from tests.kill.cases import DECIDE, HEAL, LOAD, Case, Engine, Fault, Matrix, Victim, matrix_of
+from tests.kill.cases import DECIDE, HEAL, KILL_MARKS, LOAD, Case, Engine, Fault, Matrix, Victim, matrix_fixture
 from tests.kill.held import RECEIVE
-
-if sys.platform != "linux":
-    pytest.skip("relies on PR_SET_PDEATHSIG", allow_module_level=True)
 
 PHASES = ("prepare_update", "gate", "commit_update", "open")
 BOUNDARIES = [f"{phase}.{side}" for phase in PHASES for side in ("before", "after")]
@@ -41,19 +36,12 @@ FLEETS: dict[Engine, int] = {"fake": 2, "hf": 1}
 """Side by side: most of a case is waiting for a lease or a start."""
 
 pytestmark = [
+    *KILL_MARKS,
     pytest.mark.slow,
     pytest.mark.parallel,
-    pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(1200),  # a test may wait for all other cases first; each case has a bound of its own
 ]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def matrix(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Matrix]:
-    async with matrix_of(CASES, FLEETS, request, tmp_path_factory.mktemp("kill")) as matrix:
-        yield matrix
+matrix = matrix_fixture(CASES, FLEETS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

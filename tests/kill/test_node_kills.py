@@ -1,36 +1,23 @@
 """The second node of a vLLM or SGLang engine dies or hangs in each phase of an update, and while it heals: the whole
 node, its rank, or its host agent. A worker of another engine continues beside it.
 
-The update is prepared on both nodes or fails, the worker ends and names the node, and both nodes come back with
-the committed weights. One case: `-k vllm-nodes-kill-Worker-gate.after`; other choices within the cases: `KILL_SEED=7`.
+The update is prepared on both nodes or fails, the worker ends, and both nodes come back with the committed weights. One
+case: `-k vllm-nodes-kill-host-gate.after`; other choices within the cases: `KILL_SEED=7`.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
-import pytest_asyncio
 
-from tests.kill.cases import HEAL, LOAD, Case, Engine, Fault, Matrix, matrix_of
+from tests.kill.cases import ENGINE_MARKS, ENGINE_POINTS, HEAL, LOAD, Case, Engine, Fault, Matrix, matrix_fixture
 from tests.kill.held import RECEIVE
+from tests.support.cores import bound_cores
 
-if sys.platform != "linux":
-    pytest.skip("relies on PR_SET_PDEATHSIG", allow_module_level=True)
-
-POINTS = (
-    RECEIVE,
-    LOAD,
-    "prepare_update.after",
-    "gate.after",
-    "commit_update.before",
-    "commit_update.after",
-    "open.before",
-)
 PHASES: dict[Engine, Sequence[str]] = {
-    "vllm-nodes": POINTS,
+    "vllm-nodes": ENGINE_POINTS,
     # The nodes' part of an update is the same for both engines, and SGLang takes half a minute to start again.
     "sglang-nodes": (RECEIVE, "commit_update.before"),
 }
@@ -53,27 +40,17 @@ CASES += [
     Case("sglang-nodes", "stop", "engine", "commit_update.before", "scheduler"),
 ]
 
-pytestmark = [
-    pytest.mark.engines("vllm", "sglang"),
-    pytest.mark.alone,
-    pytest.mark.kills,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(900),
-]
+pytestmark = ENGINE_MARKS
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def matrix(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Matrix]:
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("two ranks need two cores")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+@contextmanager
+def _two_nodes_here() -> Iterator[None]:
+    with bound_cores() as patched:
         patched.setenv("VLLM_HOST_IP", "127.0.0.1")
-        async with matrix_of(CASES, dict.fromkeys(PHASES, 1), request, tmp_path_factory.mktemp("kill")) as matrix:
-            yield matrix
+        yield
+
+
+matrix = matrix_fixture(CASES, dict.fromkeys(PHASES, 1), _two_nodes_here)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

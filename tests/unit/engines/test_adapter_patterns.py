@@ -32,11 +32,24 @@ def test_the_patterns_of_adapters_are_fine(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("target_modules", ENDLESS), ("rank_pattern", {"(": 1, ENDLESS: 2}), ("layers_pattern", ["layers", ENDLESS])],
+    [
+        ("target_modules", ENDLESS),
+        ("rank_pattern", {"(": 1, ENDLESS: 2}),
+        ("layers_pattern", ["layers", ENDLESS]),
+        ("exclude_modules", ["q_proj{99999999999}", ENDLESS]),
+    ],
 )
 def test_a_pattern_without_end_is_refused(setting: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_patterns, "PATTERNS_S", 1.0)
     with pytest.raises(InvalidWeights) as caught:
         check_patterns_end({setting: value}, NAMES)
     assert caught.value.facts["field"] == f"adapter_config.{setting}"
+    assert caught.value.facts["fix"]
+
+
+@pytest.mark.parametrize("value", [5, True, False, [5], [None], [["q_proj"]]])
+def test_a_setting_without_patterns_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidWeights) as caught:
+        check_patterns_end({"exclude_modules": value}, NAMES)
+    assert caught.value.facts["field"] == "adapter_config.exclude_modules"
     assert caught.value.facts["fix"]

@@ -32,11 +32,16 @@ import json, re, sys
 patterns, names = json.load(sys.stdin)
 for pattern in patterns:
     try:
-        for form in (pattern, rf"(.*\.)?({pattern})$", rf".*\.{pattern}\.(\d+)\."):
+        for form in (
+            pattern,
+            rf"(.*\.)?({pattern})$",
+            rf"(^|.*\.){pattern}($|\..*)",
+            rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.",
+        ):
             for name in names:
                 re.match(form, name)
                 re.fullmatch(form, name)
-    except re.error:
+    except Exception:
         pass
 """
 """Matches each pattern in the forms that PEFT makes of it. A pattern that does not compile is left to the code that
@@ -44,11 +49,16 @@ uses it later: that code reports the error."""
 
 
 def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises InvalidWeights if a pattern takes longer than PATTERNS_S. `names`: those of the model's modules."""
+    """Raises InvalidWeights if a setting holds no patterns, or one that takes longer than PATTERNS_S. `names`: those of
+    the model with which the patterns are matched."""
     known = list(names)
     for setting in _SETTINGS:
-        given = config.get(setting) or ()
-        patterns = [given] if isinstance(given, str) else [one for one in given if isinstance(one, str)]
+        given = config.get(setting)
+        if given is None:
+            continue
+        patterns = [given] if isinstance(given, str) else given
+        if not isinstance(patterns, list | dict) or not all(isinstance(one, str) for one in patterns):
+            raise refuse_key(setting, f"is {given!r:.100}", "give names of this model, or patterns of them")
         unsure = [one for one in patterns if not _PLAIN.fullmatch(one)]
         if not unsure:
             continue
@@ -59,7 +69,7 @@ def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
                 text=True,
                 capture_output=True,
                 timeout=PATTERNS_S,
-                check=False,
+                check=True,
             )
         except subprocess.TimeoutExpired:
             raise refuse_key(

@@ -60,9 +60,9 @@ class LoraConfig:
     rslora: bool
     targets: frozenset[str]
     """Module names, or their last parts, as PEFT matches them."""
-    ranks: Mapping[str, int] = field(default_factory=dict)
+    ranks: Mapping[re.Pattern[str], int] = field(default_factory=dict)
     """PEFT's `rank_pattern`: a regular expression of module names → their rank, if it is not `r`."""
-    alphas: Mapping[str, float] = field(default_factory=dict)
+    alphas: Mapping[re.Pattern[str], float] = field(default_factory=dict)
     """PEFT's `alpha_pattern`."""
 
     def rank_of(self, module: str) -> int:
@@ -76,9 +76,14 @@ class LoraConfig:
 _Number = TypeVar("_Number", int, float)
 
 
-def _of_pattern(patterns: Mapping[str, _Number], module: str, otherwise: _Number) -> _Number:
+def _of_pattern(patterns: Mapping[re.Pattern[str], _Number], module: str, otherwise: _Number) -> _Number:
     """The value of the first pattern that is the name of the module or its ending, as PEFT finds it."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+    return next((value for pattern, value in patterns.items() if pattern.match(module)), otherwise)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """An adapter may have a pattern for each module: more than the cache of `re` holds."""
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def parse_lora(config: Mapping[str, Any]) -> LoraConfig:
@@ -103,8 +108,8 @@ def parse_lora(config: Mapping[str, Any]) -> LoraConfig:
         float(config["lora_alpha"]),
         config.get("use_rslora", False),
         frozenset(targets),
-        config.get("rank_pattern") or {},
-        {key: float(alpha) for key, alpha in (config.get("alpha_pattern") or {}).items()},
+        {_compiled(key): rank for key, rank in (config.get("rank_pattern") or {}).items()},
+        {_compiled(key): float(alpha) for key, alpha in (config.get("alpha_pattern") or {}).items()},
     )
 
 
@@ -158,14 +163,16 @@ def _check_number(key: str, value: Any, fits: Callable[[Any], bool], fix: str) -
 
 
 def _check_patterns(key: str, config: Mapping[str, Any], fits: Callable[[Any], bool], fix: str) -> None:
-    patterns = config.get(key) or {}
+    patterns = config.get(key)
+    if patterns is None:
+        return
     if not isinstance(patterns, dict):
         raise refuse_key(key, f"is {_shown(patterns)}", "an object: module name → number")
     for pattern, value in patterns.items():
         _check_number(key, value, fits, fix)
         try:
-            re.compile(pattern)
-        except re.error as error:
+            _compiled(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
             raise refuse_key(
                 key, f"has {_shown(pattern)}: {error}", "module names, or regular expressions of them"
             ) from error

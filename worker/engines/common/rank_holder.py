@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ class RankHolder(ABC):
                 field="adapter_config.rank_pattern" if rank != lora.r else "adapter_config.r",
                 fix="start it with a larger --engine-arg max_lora_rank",
             )
-        self._check_targets(lora, modules)
+        self._check_targets(replace(lora, r=rank), modules)  # `r` may be of no module
         return lora, modules, lora_spec(lora, modules, linear.shapes, dict.fromkeys(modules, self._dtype))
 
     def _linear_modules(self) -> LinearModules:
@@ -187,4 +188,5 @@ class RankHolder(ABC):
 
     @abstractmethod
     def _check_targets(self, lora: LoraConfig, modules: list[str]) -> None:
-        """Raises InvalidWeights if the engine has no LoRA for one of the modules."""
+        """Raises InvalidWeights if the engine has no LoRA for one of the modules. `lora.r`: the largest rank of these
+        modules."""

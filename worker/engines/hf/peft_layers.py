@@ -1,4 +1,4 @@
-"""LoRA adapters in a transformers model, computed by PEFT itself.
+"""LoRA adapters in a transformers model, computed by PEFT itself, each in the dtype of its layer.
 
 Each adapter has a model of its own: a copy of the base model's modules that shares its parameters, with PEFT's layers
 around some of them. So adapters of any kinds do not meet, and the base model stays as it was loaded.
@@ -64,8 +64,7 @@ class ModelAdapters:
         self._models: dict[str, Any] = {}
 
     def spec(self, config: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        self._check_tokens(config)
-        check_patterns_end(config, (name for name, _ in self._model.named_modules()))
+        self._check(config)
         skeleton = _sharing(self._model, _without_memory)
         given, injected = _inject(config, skeleton)
         import peft
@@ -84,6 +83,15 @@ class ModelAdapters:
         joined = _joined_layers(skeleton, {name.rpartition(".")[2] for name in turned})
         others = {name: tensor for name, tensor in spec.items() if not name.startswith(joined)}
         return others | self._single_experts(given, set(injected.target_modules or ()))
+
+    def _check(self, config: Mapping[str, Any]) -> None:
+        """Raises InvalidWeights for settings that PEFT must not see."""
+        check_numbers(config)
+        refuse_other_keys(config, _BY_PEFT, "train the adapter without it")
+        self._check_tokens(config)
+        named = (self._model.named_modules(), self._model.named_parameters(remove_duplicate=False))
+        # PEFT matches the patterns of ranks and alphas with the names of `target_parameters` too.
+        check_patterns_end(config, (name for names in named for name, _ in names))
 
     def _check_tokens(self, config: Mapping[str, Any]) -> None:
         """Raises InvalidWeights for tokens that the model lacks: the generation thread would end at them."""
@@ -160,12 +168,10 @@ class ModelAdapters:
 
 
 def _inject(config: Mapping[str, Any], model: Any) -> tuple[Mapping[str, Any], Any]:
-    """Puts PEFT's layers around the adapted ones, without memory for the adapter's tensors. Returns the settings that
-    were given, and PEFT's config, in which PEFT may have changed some."""
+    """Puts PEFT's layers around the adapted ones, without memory for the adapter's tensors. `config`: is checked.
+    Returns the settings that were given, and PEFT's config, in which PEFT may have changed some."""
     import peft
 
-    check_numbers(config)
-    refuse_other_keys(config, _BY_PEFT, "train the adapter without it")
     given = {key: value for key, value in config.items() if key in _BY_PEFT - {"peft_type"} and value is not None}
     asked = copy.deepcopy(given) | {"init_lora_weights": False, "inference_mode": True}
     try:
@@ -228,8 +234,8 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lora_dtypes(model: Any) -> list[tuple[str, torch.dtype]]:
-    """The names of PEFT's layers, inner ones first, and the dtypes of what they wrap: PEFT computes an adapter in the
-    dtype of its layer."""
+    """The names of PEFT's layers, inner ones first, and the dtypes of what they wrap: an adapter is computed in the
+    dtype of its layer. PeftModel computes it in float32, unless `autocast_adapter_dtype=False`."""
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
     found = []
