@@ -14,7 +14,7 @@ from bench.commits import CommitTimes
 from bench.deltas import DeltaTimes
 from bench.fanout import OP, PATH, FanOutTimes
 from bench.gaps import GapTimes
-from bench.generation import PROCESSES, VLLM_SERVER, StreamTimes
+from bench.generation import FRONTEND, PROCESSES, VLLM_SERVER, WORKER, StreamTimes
 from bench.published import PublishedTimes
 from bench.pulls import PullTimes
 from bench.shared_memory import COPY, IpcTimes
@@ -338,6 +338,17 @@ def server_rows(times: StreamTimes) -> list[Row]:
             times.cpu_per_thousand("plane whole", *PROCESSES),
             times.cpu_per_thousand("vllm whole", VLLM_SERVER),
             WHOLE_SERVER_AIM,
+        ),
+        *(
+            compared(
+                f"vLLM, CPU of {name} for 1,000 tokens in whole replies, {size}",
+                None,
+                times.cpu_per_thousand("plane whole", name),
+                "in streams",
+                times.cpu_per_thousand("plane", name),
+                WHOLE_AIM,
+            )
+            for name in (FRONTEND, WORKER)
         ),
     ]
 
