@@ -43,13 +43,14 @@ demo: setup
 # Real processes on a machine that others use too: a test that fails is tried once more, and both outcomes are printed.
 # Beyond so many it is no accident.
 PYTEST := $(BIN)/python -m pytest --durations 40 --reruns 1 --max-suite-reruns 4 --rerun-show-tracebacks
-# Most of what is no engine's waits for somebody: four processes keep two cores busy. An engine needs one core to start.
+# Most of what is no engine's waits for somebody: five processes keep two cores busy. Of engines three do, as each needs
+# a core to start and waits then.
 # The files run by name: in order of their counts, the files with few and long tests would come last, one beside idle cores.
 BESIDE := $(PYTEST) --dist loadfile --no-loadscope-reorder
 
 test: engines lint
-	$(BESIDE) -n 4 -m 'not engines and (not slow or parallel)'
-	$(BESIDE) -n 2 -m '(engines or (slow and not parallel)) and not (alone or bench or docs or kills)'
+	$(BESIDE) -n 5 -m 'not engines and (not slow or parallel)'
+	$(BESIDE) -n 3 -m '(engines or (slow and not parallel)) and not (alone or bench or docs or kills)'
 	$(PYTEST) -m 'alone and not kills'
 
 # The commands of each page of docs/. `make test` runs those of the README alone: the pages take a quarter of an hour.
