@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -14,6 +15,7 @@ from rl_plane.errors import PlaneError
 from tests.conftest import START_S, lives
 from tests.support.mixed_fleet import ARGUMENTS
 from worker import exit_codes
+from worker.engines.common.shared_names import shared_names
 from worker.runtime.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S
 from worker.testing.tiny_model import make_tiny_model
 
@@ -44,6 +46,7 @@ async def test_a_real_engine_that_hangs_closes_its_worker_and_then_ends_it(plane
     processes = psutil.Process(one.process.pid).children(recursive=True)
     ranks = [process for process in processes if process.name().startswith(RANKS[engine])]
     assert ranks, [process.name() for process in processes]
+    names = shared_names(process.pid for process in processes)
     for rank in ranks:
         rank.send_signal(signal.SIGSTOP)
 
@@ -65,4 +68,5 @@ async def test_a_real_engine_that_hangs_closes_its_worker_and_then_ends_it(plane
     assert one.process.returncode == exit_codes.ENGINE_HUNG
     await plane.until(lambda: view.member(one.instance_id) is None)
     await plane.until(lambda: not any(map(lives, processes)))
+    await plane.until(lambda: not any(map(Path.exists, names)))
     await receiver.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from tests.support.frontend_process import (
     update,
 )
 from worker.engines.fake.adapter import fake_logprob, fake_prompt_logprobs, fake_token, make_fake_adapter
+from worker.runtime.gathering import FIRST_PART
 
 __all__ = ["http"]
 
@@ -67,8 +69,10 @@ async def test_a_reply_that_is_sent_at_its_end_takes_few_messages(plane: Plane, 
     elapsed_s = time.monotonic() - began
     await listener.flush()
     assert reply["choices"][0]["token_ids"] == tokens_under(version["digest"], 0, 100)
-    # The acceptance, the first token and the end, and between them one message in each time of gathering.
-    assert 3 <= messages <= 4 + elapsed_s / GATHER_S
+    # The acceptance, the first token and the end. Between them each time of gathering is as long as the request has
+    # run, from the first one on, until it is the longest.
+    doublings = math.log2(1 + elapsed_s / (FIRST_PART * GATHER_S))
+    assert 3 <= messages <= 5 + doublings + elapsed_s / GATHER_S
 
 
 async def test_tokens_in_tokens_out(plane: Plane, http: httpx.AsyncClient) -> None:

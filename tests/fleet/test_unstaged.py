@@ -262,7 +262,7 @@ async def test_after_weights_with_a_wrong_digest_the_workers_heal(plane: Plane) 
     client = await plane.client()
     ids = plane.spawn_copies(2)
     statuses = await StatusLog.follow(client)
-    with pytest.raises(InvalidWeights):
+    with pytest.raises((InvalidWeights, UpdateAborted), match="is wanted"):  # the second one may be stopped before
         await client.run("update_weights", {**unstaged(plane, 1), "digest": "blake3:" + "0" * 64})
     await until_all_serve(plane, client, "initial")
     only_ever_open_at(statuses, "initial")

@@ -23,6 +23,7 @@ from rl_plane.errors import EngineDied, EngineFailed
 from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
 from worker.engines.common.replicas import check_replicas
+from worker.engines.common.shared_names import shared_names
 from worker.engines.sglang.args import ON_CPU
 from worker.engines.sglang.plugin import MARK, METHOD, child_failed
 from worker.engines.sglang.streams import FIRST_KEY
@@ -33,6 +34,9 @@ T = TypeVar("T")
 POLL_MS = 100
 """Milliseconds after which a thread that waits for SGLang looks whether SGLang is dead."""
 
+
+LOADS = "sglang_loads_"
+"""The begin of the name of the file in which SGLang's schedulers report their load. SGLang never deletes it."""
 
 CALL_S = 1800.0
 """Bounds a call of all replicas: the longest swap that the hang timer allows. A death ends it at once."""
@@ -56,6 +60,7 @@ class SglangProcess(EngineProcess):
         """Held by the thread that uses the socket of remote calls."""
         self._asked: set[asyncio.Task[Any]] = set()
         self._on_death: Callable[[EngineDied], None] = lambda error: None
+        self._load_files: set[Path] = set()
 
     def on_death(self, tell: Callable[[EngineDied], None]) -> None:
         self._on_death = tell
@@ -140,6 +145,7 @@ class SglangProcess(EngineProcess):
         for task in [*self._asked, *([self._reading] if self._reading is not None else [])]:
             task.cancel()
         await self._end_processes()
+        self._delete_load_files()
         multiprocessing.active_children()  # collects their exit codes
         # An open socket, or one with unread messages, would block the end of this process.
         if self._manager is not None:
@@ -218,6 +224,17 @@ class SglangProcess(EngineProcess):
                 custom_sigquit_handler=child_failed,
                 **arguments,
             )
+
+    async def _start_processes(self) -> Path:
+        directory = await super()._start_processes()
+        self._load_files = shared_names(self.pids(), LOADS)
+        if self.replicas == 1:  # else the controller of the replicas may still open it
+            self._delete_load_files()
+        return directory
+
+    def _delete_load_files(self) -> None:
+        for path in self._load_files:
+            path.unlink(missing_ok=True)
 
     async def _start_agents(self, directory: Path) -> None:
         self._read()
