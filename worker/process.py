@@ -501,7 +501,7 @@ class WorkerProcess:
                 "world_size": info.world_size if info.pipeline_stage is None else 0,  # trainers sum it
                 "max_model_len": info.max_model_len,
                 "transports": list(info.transports),
-                "lacks": lacking_fields(info.lacks),
+                "refused_fields": lacking_fields(info.lacks),
                 "max_prompt_top_logprobs": info.max_prompt_top_logprobs,
                 "kv_tokens": info.kv_tokens,
                 PARSES_CALLS: "parse_tool_calls" not in info.lacks,

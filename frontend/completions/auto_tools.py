@@ -14,14 +14,14 @@ from frontend.completions.any_worker import ask_any
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.progress import ChoiceTokens
 from rl_plane.client import RlClient
-from rl_plane.errors import Unavailable, Unsupported
+from rl_plane.errors import DeadlineExceeded, Unavailable, Unsupported
 from rl_plane.membership.core import PARSES_CALLS, Member, Snapshot
 from rl_plane.membership.view import MembershipView
 
 OP = "parse_tool_calls"
 READ_S = 30.0
-"""The seconds for which a text waits for a worker that has time to read it. A worker refuses what it can't begin soon,
-and reads some thousand texts in this time: the rollouts of a batch often end together."""
+"""The seconds after which a text is given to no further worker to read. A worker that has many texts refuses one, or
+does not come to it in time. It reads some thousand in this time: the rollouts of a batch often end together."""
 RETRY_S = 0.2
 """The pause before workers that refused a text are asked again."""
 MAX_CHECKED = 1024
@@ -116,7 +116,7 @@ class CallReader:
         while members := self._parsers().members:
             try:
                 return await ask_any(self._client, self._status, members, OP, body)
-            except Unavailable:
+            except (Unavailable, DeadlineExceeded):
                 if time.monotonic() + RETRY_S > give_up_at:
                     raise
             await asyncio.sleep(RETRY_S)

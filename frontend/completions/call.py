@@ -91,8 +91,7 @@ class GenerationCall:
                 async with aclosing(run) as events:
                     async for index, event in events:
                         self._take(index, event)
-                for choice in self._choices:
-                    await self._read_calls(choice)
+                await self._read_all_calls()
                 self._check_again()
                 self._count_ends()
             except PlaneError as error:
@@ -156,6 +155,13 @@ class GenerationCall:
         if plan.auto_tools is not None and not await self._service.call_reader.reads(plan.auto_tools):
             self._plan = replace(plan, auto_tools=None)  # the text has the calls as the model wrote them
         return model
+
+    async def _read_all_calls(self) -> None:
+        """Reads the calls of all choices at the same time, so that an abort of the reply reaches each."""
+        reading = [self._read_calls(choice) for choice in self._choices]
+        for failure in await asyncio.gather(*reading, return_exceptions=True):
+            if isinstance(failure, BaseException):
+                raise failure
 
     async def _read_calls(self, choice: Choice) -> None:
         """Reads the calls of a choice that has ended, if the caller wants them. May wait for a worker."""

@@ -203,7 +203,7 @@ class Router:
 
 def lacks_of(info: Mapping[str, Any]) -> dict[str, str]:
     """The fields of a request that a worker does not support, and why."""
-    lacks: dict[str, str] = dict(info.get("lacks") or {})
+    lacks: dict[str, str] = dict(info.get("refused_fields") or {})
     return lacks if info.get("witnesses", True) else lacks | dict.fromkeys(OF_VERSIONS, NO_WITNESS)
 
 

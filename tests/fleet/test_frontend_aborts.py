@@ -176,20 +176,25 @@ async def test_one_request_that_waits_ends_by_its_callers_name(plane: Plane) -> 
         assert (await tasks["other"]).json()["meta_info"]["finish_reason"]["type"] == "length"
 
 
-@pytest.mark.parametrize("stage", ["reads", "calls_of"])
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "streams", "choices"),
+    [("reads", False, 1), ("reads", True, 1), ("calls_of", False, 2), ("calls_of", True, 1)],
+)
 async def test_a_request_that_waits_for_a_reader_of_its_calls_ends(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, stage: str, streams: bool
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, stage: str, streams: bool, choices: int
 ) -> None:
-    """`reads` waits before the first token, and `calls_of` after the last one."""
+    """`reads` waits before the first token, and `calls_of` after the last one of each choice."""
     plane.spawn()
-    waits = asyncio.Event()
+    waits, waiters = asyncio.Event(), 0
 
     async def reads(*_: Any) -> bool:
         return True
 
     async def hangs(*_: Any) -> None:
-        waits.set()
+        nonlocal waiters
+        waiters += 1
+        if waiters == choices:
+            waits.set()
         await never()
 
     monkeypatch.setattr(CallReader, "reads", reads)
@@ -200,24 +205,28 @@ async def test_a_request_that_waits_for_a_reader_of_its_calls_ends(
         await plane.until(component.status.admitted)
 
         async def replies() -> list[dict[str, Any]]:
-            plan = chat(tools=TOOLS, stop=" t", include_stop_str_in_output=True)  # each token of the engine has it
+            # Each token of the engine has the stop string.
+            plan = chat(tools=TOOLS, stop=" t", include_stop_str_in_output=True, n=choices)
             call = GenerationCall(component.generation, plan, OPENAI)
             if not streams:
                 return [await call.whole()]
             return [json.loads(chunk) async for chunk in call.stream() if chunk != b"[DONE]"]
 
         async def waiting() -> asyncio.Task[list[dict[str, Any]]]:
+            nonlocal waiters
+            waiters = 0
             waits.clear()
             task = asyncio.create_task(replies())
             await waits.wait()
             return task
 
         task = await waiting()
-        assert component.engines.aborts.abort(None) == 1
+        assert component.engines.aborts.abort(None) == choices
         (reply,) = await task
-        (choice,) = reply["choices"]
         text = "" if stage == "reads" else " t"
-        assert (choice["delta" if streams else "message"]["content"], choice["finish_reason"]) == (text, "abort")
+        for choice in reply["choices"]:
+            content = choice["delta" if streams else "message"]["content"]
+            assert (content, choice["finish_reason"]) == (text, "abort")
 
         task = await waiting()
         component.engines.give_up(lambda: FrontendEnding("the frontend ends"))

@@ -81,8 +81,10 @@ class HeadLink(NodeLink):
         self._changed = asyncio.Event()
         self._silent: dict[int, str] = {}
         """Node rank → why it seems to hang."""
-        self._silent_since: dict[int, float] = {}
-        """Node rank → when agents of it began to be silent."""
+        self._silent_s: dict[int, float] = {}
+        """Node rank → the seconds for which agents of it have been silent, as its answers say."""
+        self._silent_at: dict[int, float] = {}
+        """Node rank → the time of its last answer, if that named silent agents."""
         self._calls: set[NodeCalls] = set()
         self._warned: set[str] = set()
         self._transports: list[frozenset[str]] = []
@@ -292,17 +294,21 @@ class HeadLink(NodeLink):
 
     def _pinged(self, node: NodeEntry, answer: Mapping[str, Any], silent_s: float) -> None:
         if silent_s:
-            self._silent_since.pop(node.rank, None)  # its agents may have answered meanwhile
+            self._silent_at.pop(node.rank, None)  # nobody knows about its agents meanwhile
             self._silent[node.rank] = f"{node.name} has not answered for {silent_s:.0f} s"
         elif silent := answer.get("silent"):
             why = self._silent[node.rank] = f"{node.name}: {', '.join(silent)} does not answer"
             now = time.monotonic()
+            self._silent_s[node.rank] = (
+                self._silent_s.get(node.rank, 0.0) + now - self._silent_at.get(node.rank, now)
+            )
+            self._silent_at[node.rank] = now
             # Agents answer on threads of their own: also while their ranks load weights.
-            if now - self._silent_since.setdefault(node.rank, now) >= self._hang_s:
+            if self._silent_s[node.rank] >= self._hang_s:
                 self.lose(f"{why} for {self._hang_s:g} s")
         else:
-            self._silent.pop(node.rank, None)
-            self._silent_since.pop(node.rank, None)
+            for known in (self._silent, self._silent_s, self._silent_at):
+                known.pop(node.rank, None)
 
     @property
     def hanging(self) -> str | None:

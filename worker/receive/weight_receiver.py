@@ -132,6 +132,8 @@ class Receiver:
         self._last_adapter: str | None = None
         """The digest of the adapter that was taken last. It may be on its way into the engine."""
         self._offering = threading.Lock()
+        self._taking = threading.Lock()
+        """Held for a moment, to add an adapter or to take one away."""
 
     @property
     def kept(self) -> KeptCopy | None:
@@ -164,13 +166,15 @@ class Receiver:
                 self._place = {"digest": self._kept.digest, "transport": place}
             found = [] if self._place is None else [self._place]
             for digest, copy in list(self._adapters.items()):
-                if digest in adapters:
-                    if digest == self._last_adapter:
+                with self._taking:
+                    is_last = digest == self._last_adapter
+                    if is_last and digest in adapters:
                         self._last_adapter = None  # it has come into the engine
+                    elif not is_last and digest not in adapters:
+                        ended.append(self._adapters.pop(digest))
+                if digest in adapters:
                     copy.place = copy.place or transport.offer(copy.area.tensors(), copy.config)
                     found.append({"digest": digest, "transport": dict(copy.place)})
-                elif digest != self._last_adapter:
-                    ended.append(self._adapters.pop(digest))
         for copy in ended:  # without the lock, for which a swap may wait: a peer may need a second to leave
             if copy.place is not None:
                 self._withdraw(copy.place)
@@ -304,8 +308,9 @@ class Receiver:
         # On a thread, because a peer may need a second to leave. No update still needs it: all have prepared.
         threading.Thread(target=self._end_relays, name="end of the relay", daemon=True).start()
         if (adapter := self._adapters_to_keep.pop(staging, None)) is not None:
-            self._last_adapter, copy = adapter
-            self._adapters.setdefault(self._last_adapter, copy)
+            with self._taking:
+                self._last_adapter, copy = adapter
+                self._adapters.setdefault(self._last_adapter, copy)
         to_keep = self._to_keep.pop(staging, None)
         area = to_keep.area if to_keep is not None else area
         if area is not None:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from rl_plane.errors import Conflict, InvalidRequest, NotPrepared, UpdateAborted
+from rl_plane.errors import Conflict, InvalidRequest, NotPrepared
 from rl_plane.protocol.update_requests import (
     Commit,
     CommittedReply,
@@ -45,20 +45,20 @@ class CoordinatorCalls:
         self._updates = updates
         self._model = model
         self._tell = tell
-        self._aborts = 0
 
     async def prepare(self, request: ReceiveRequest, fence: int) -> PreparedReply:
         """Receives and verifies the weights, in staging or over the served ones."""
+        with self._updates.coming(request.update_id):
+            return await self._prepare(request, fence)
+
+    async def _prepare(self, request: ReceiveRequest, fence: int) -> PreparedReply:
         self._check(request)
         if request.transport is None:
             return PreparedReply(digest=tensors_digest([]), tensors=0, bytes=0, refetchable=True)
         request = request.with_own_model(self._model)
         if not request.in_place:
             return await self._updates.prepare(request, fence)
-        aborts = self._aborts
         async with self._changes.turn(fence):
-            if self._aborts != aborts:
-                raise UpdateAborted(f"the update {request.update_id} was aborted before it began here")
             self._state.check_weights_here()
             return await self._changes.overwrite(request, fence, request.pause_mode, None)
 
@@ -69,7 +69,8 @@ class CoordinatorCalls:
                 "a worker listens only for weights that it stages", field="transport", fix="use prepare_update"
             )
         self._check(request)
-        await self._updates.listen(request.with_own_model(self._model), fence)
+        with self._updates.coming(request.update_id):
+            await self._updates.listen(request.with_own_model(self._model), fence)
         return ListeningReply(listening=True)
 
     def _check(self, request: ReceiveRequest) -> None:
@@ -108,7 +109,6 @@ class CoordinatorCalls:
         await self._record.read()
         self._state.check_fence(fence)
         self._core.check_undecided(update_id)
-        self._aborts += 1
         found = await self._updates.drop(update_id)
         self._changes.look()
         return found

@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from rl_plane._util import tracing
@@ -96,6 +96,14 @@ class _Receive:
         return self.request.update_id
 
 
+@dataclass(eq=False, slots=True)
+class _Coming:
+    """A coordinator's call for an update, from its arrival on."""
+
+    update_id: str
+    dropped: bool = False
+
+
 def _fail_opened(opened: asyncio.Future[None], task: asyncio.Task[StagedUpdate]) -> None:
     """Gives the error of a receive that ended before it had opened to the call that waits for that."""
     if opened.done():
@@ -137,6 +145,7 @@ class WeightUpdates:
         self.staged: StagedUpdate | None = None
         self._discarding: asyncio.Task[None] | None = None
         """The end of what was staged before."""
+        self._coming: list[_Coming] = []
         self._taken: ReceiveRequest | None = None
         self._exchanged = asyncio.Event()
         """Set while no swap reads the staged weights. A delta may change them in place only then."""
@@ -264,7 +273,10 @@ class WeightUpdates:
                 self.check_backend(request.transport.backend)
                 # Another coordinator may have left something here. It can't decide any more: the one that asks
                 # now has sealed the record.
-                await self.drop(None)
+                await self._drop(None)
+                mine = [one for one in self._coming if one.update_id == update_id]
+                if mine and all(one.dropped for one in mine):
+                    raise UpdateAborted(f"the update {update_id} was aborted before it began here")
                 cancelled, opened = threading.Event(), asyncio.get_running_loop().create_future()
                 name = next(self._names)
                 task = asyncio.create_task(self._receive(request, fence, name, cancelled, taint, opened))
@@ -287,6 +299,7 @@ class WeightUpdates:
         failed = not task.cancelled() and task.exception() is not None  # also marks the error as retrieved
         if receiving is not None and receiving.task is task:
             self._receiving = None
+            # The coordinator asks for a failure, and never for what it has aborted: a repeated call begins anew.
             if failed and receiving.listening and not receiving.cancelled.is_set():
                 log.warning("the update %s: %s", receiving.update_id, task.exception())
                 self._failed = receiving
@@ -396,8 +409,24 @@ class WeightUpdates:
         else:
             await self.drop(update_id)
 
+    @contextlib.contextmanager
+    def coming(self, update_id: str) -> Iterator[None]:
+        """A call for this update is under way, and may wait for its turn: `drop` reaches it before it begins."""
+        one = _Coming(update_id)
+        self._coming.append(one)
+        try:
+            yield
+        finally:
+            self._coming.remove(one)
+
     async def drop(self, update_id: str | None) -> bool:
-        """Ends the receive and discards the weights of an update (None: of any). Returns whether there were any."""
+        """Ends the receive and discards the weights of an update (None: of any), and lets no waiting call begin with
+        it. Returns whether there were any."""
+        for one in self._coming:
+            one.dropped = one.dropped or update_id in (None, one.update_id)
+        return await self._drop(update_id)
+
+    async def _drop(self, update_id: str | None) -> bool:
         found = False
         if self._failed is not None and update_id in (None, self._failed.update_id):
             self._failed = None
@@ -412,11 +441,19 @@ class WeightUpdates:
             found = True
             self._set(None)
             self._discarding = asyncio.create_task(self._discard(staged))
+            self._discarding.add_done_callback(_log_failure)
         if (discarding := self._discarding) is not None:
             await asyncio.wait([discarding])  # it goes on if this call ends, and the next one waits for it
             self._discarding = None
-            discarding.result()
+            if staged is not None and found:
+                discarding.result()
         return found
+
+
+def _log_failure(discarding: asyncio.Task[None]) -> None:
+    error = None if discarding.cancelled() else discarding.exception()
+    if error is not None:
+        log.warning("what was staged could not be discarded: %s", error)
 
 
 def _aborted(request: ReceiveRequest) -> UpdateAborted:

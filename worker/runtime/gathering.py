@@ -11,7 +11,8 @@ FIRST_PART = 0.1
 def gather_time(ran_s: float, most_s: float) -> float:
     """The seconds for which a request that has run for `ran_s` holds its next tokens back: as many, within bounds.
 
-    So a worker that dies loses at most half of a request's work, or the work of `most_s`."""
+    So a worker that dies loses at most half of a request's work or a tenth of `most_s`, whichever is more, and never
+    more than `most_s`."""
     return min(most_s, max(ran_s, FIRST_PART * most_s))
 
 

@@ -37,6 +37,7 @@ def test_the_patterns_of_adapters_are_fine(config: dict[str, Any]) -> None:
         ("rank_pattern", {"(": 1, ENDLESS: 2}),
         ("layers_pattern", ["layers", ENDLESS]),
         ("exclude_modules", ["q_proj{99999999999}", ENDLESS]),
+        ("alpha_pattern", {rf"x)|({ENDLESS}": 1}),  # it compiles as a part of a larger one alone
     ],
 )
 def test_a_pattern_without_end_is_refused(setting: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:

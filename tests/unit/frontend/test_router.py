@@ -310,10 +310,10 @@ def test_the_field_that_an_engine_lacks_is_named() -> None:
 @pytest.mark.parametrize("demand", [{"min_version": 0}, {"max_lag": 0}, {"one_version": True}])
 def test_an_engine_that_cant_witness_keeps_no_demand(demand: dict[str, Any]) -> None:
     request = GenerateRequest(id="r", prompt_token_ids=[5], seed=1)
-    lacks, (field,) = lacks_of({"lacks": {"min_p": "no"}, "witnesses": False}), demand
+    lacks, (field,) = lacks_of({"refused_fields": {"min_p": "no"}, "witnesses": False}), demand
     given = WorkerRequirements(request, demands=Demands(**demand, on_stale="cut", migrate=True)).given(lacks)
     assert refused_by(lacks, given) == (field, NO_WITNESS)
     assert refused_by(lacks, WorkerRequirements(request, demands=Demands(migrate=True)).given(lacks)) is None
     assert refused_by(lacks, {"min_p"}) == ("min_p", "no")
-    for info in ({}, {"lacks": None}, {"witnesses": True}):
+    for info in ({}, {"refused_fields": None}, {"witnesses": True}):
         assert refused_by(lacks_of(info), given) is None

@@ -13,7 +13,7 @@ import pytest
 
 from rl_plane.errors import Conflict, EngineFailed, UpdateAborted
 from rl_plane.protocol.subjects import Entry, Subjects
-from rl_plane.protocol.update_requests import PreparedReply, Transport
+from rl_plane.protocol.update_requests import PreparedReply, ReceiveRequest, Transport
 from tests.support.receive_requests import named_request
 from worker.reconcile.coordinator_calls import CoordinatorCalls
 from worker.reconcile.peers import Peers
@@ -28,6 +28,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.opened = 0
+        self.is_open = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self.complete = False
         self.discards = asyncio.Event()
         self.may_discard = asyncio.Event()
@@ -35,6 +37,7 @@ class Engine:
 
     def open(self, *_: object) -> None:
         self.opened += 1
+        self._loop.call_soon_threadsafe(self.is_open.set)
 
     def receive(self, staging: str, cancelled: Callable[[], bool]) -> PreparedReply:
         while not self.complete:
@@ -95,8 +98,9 @@ async def test_a_drop_waits_for_what_an_earlier_one_still_discards() -> None:
     assert engine.discarded == ["staging-0"]
 
 
-async def test_an_abort_reaches_an_update_in_place_that_waits_for_its_turn() -> None:
-    turn, waits = asyncio.Event(), asyncio.Event()
+@pytest.mark.parametrize("aborted", ["u", None, "another"])
+async def test_an_abort_reaches_an_update_in_place_that_waits_for_its_turn(aborted: str | None) -> None:
+    turn, waits, engine = asyncio.Event(), asyncio.Event(), Engine()
 
     class Changes:
         @asynccontextmanager
@@ -105,6 +109,9 @@ async def test_an_abort_reaches_an_update_in_place_that_waits_for_its_turn() -> 
             await turn.wait()
             yield
 
+        async def overwrite(self, request: ReceiveRequest, fence: int, mode: str, bound_s: None) -> PreparedReply:
+            return await updates.prepare(request, fence)
+
         def look(self) -> None:
             pass
 
@@ -112,18 +119,26 @@ async def test_an_abort_reaches_an_update_in_place_that_waits_for_its_turn() -> 
         pass
 
     core: Any = SimpleNamespace(
-        state=SimpleNamespace(check_fence=lambda fence: None, adapters={}), check_undecided=lambda update_id: None
+        state=SimpleNamespace(check_fence=lambda fence: None, check_weights_here=lambda: None, adapters={}),
+        check_undecided=lambda update_id: None,
     )
     record: Any = SimpleNamespace(read=read)
-    updates, changes = updates_of(Engine()), Changes()
+    updates, changes = updates_of(engine), Changes()
     updates.check = lambda *_: None  # type: ignore[method-assign]
     calls = CoordinatorCalls(core, record, changes, updates, Transport(backend="road"), lambda: None)  # type: ignore[arg-type]
     prepare = asyncio.create_task(calls.prepare(named_request("u", ROAD, in_place=True).request, 1))
     await waits.wait()
-    assert not await calls.abort("u", 1)
+    assert not await calls.abort(aborted, 1)
     turn.set()
+    if aborted == "another":
+        await engine.is_open.wait()
+        assert await calls.abort("u", 1)
+        with pytest.raises(UpdateAborted, match="while it was received"):
+            await prepare
+        return
     with pytest.raises(UpdateAborted, match="before it began"):
         await prepare
+    assert not engine.opened
 
 
 async def test_a_peer_is_not_blamed_for_an_update_that_is_in_the_way() -> None:

@@ -31,21 +31,21 @@ _TRY = r"""
 import json, re, sys
 patterns, names = json.load(sys.stdin)
 for pattern in patterns:
-    try:
-        for form in (
-            pattern,
-            rf"(.*\.)?({pattern})$",
-            rf"(^|.*\.){pattern}($|\..*)",
-            rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.",
-        ):
+    for form in (
+        pattern,
+        rf"(.*\.)?({pattern})$",
+        rf"(^|.*\.){pattern}($|\..*)",
+        rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.",
+    ):
+        try:
             for name in names:
                 re.match(form, name)
                 re.fullmatch(form, name)
-    except Exception:
-        pass
+        except Exception:
+            pass
 """
-"""Matches each pattern in the forms that PEFT makes of it. A pattern that does not compile is left to the code that
-uses it later: that code reports the error."""
+"""Matches each pattern in the forms that PEFT makes of it. One form may compile where another one does not. A form that
+does not compile is left to the code that uses it later: that code reports the error."""
 
 
 def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:

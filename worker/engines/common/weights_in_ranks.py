@@ -5,7 +5,6 @@ The host agent receives and stages once for all ranks, which map and load what i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -120,9 +119,12 @@ class WeightsInRanks(EngineAdapter):
     def _adapter_taken(self, staging: str) -> None:
         """Frees the memory in which an adapter came, once every rank has made its own form of it. The host agent may
         keep a copy for other workers."""
-        with contextlib.suppress(PlaneError):  # the ranks have it
+        try:
             self.host.take(staging)
-        self.host.loaded(staging)
+        except PlaneError:  # the ranks have it
+            self.host.forget(staging)
+        else:
+            self.host.loaded(staging)
 
     async def _loaded(self, staging: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Gives the memory of swapped weights back, if every rank has copied them. `rows`: the answers to the swap."""

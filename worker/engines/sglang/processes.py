@@ -233,8 +233,11 @@ class SglangProcess(EngineProcess):
         return directory
 
     def _delete_load_files(self) -> None:
-        for path in self._load_files:
-            path.unlink(missing_ok=True)
+        path = getattr(getattr(self._manager, "load_snapshot_reader", None), "path", None)
+        if path is not None:  # also when the start has failed
+            self._load_files.add(Path(path))
+        for one in self._load_files:
+            one.unlink(missing_ok=True)
 
     async def _start_agents(self, directory: Path) -> None:
         self._read()
