@@ -105,7 +105,8 @@ class AnswerChecks:
             disturbed = process.frozen or process.disturbed_at >= call.began_at - AFTERMATH_S
             if instance_id in excluded or instance_id not in members or disturbed:
                 continue
-            if process.started_at >= call.began_at - AFTERMATH_S or world.reset_at >= call.began_at:
+            joined_at = checks.joined_at.get(instance_id, 0.0)  # a process may take seconds from its start to that
+            if joined_at >= call.began_at - AFTERMATH_S or world.reset_at >= call.began_at:
                 continue  # it has joined since; its weights were overwritten by an operator
             if product.holds(worker) != told.held:
                 closed = product.closed(worker)

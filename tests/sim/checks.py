@@ -105,6 +105,8 @@ class Checks:
         """The changes that workers carried out: fence, change, worker, and label."""
         self.fingerprints: list[tuple[float, str]] = []
         """The fingerprints of the fleet, each with the time since when it holds."""
+        self.joined_at: dict[str, float] = {}
+        """Instance id → when it has joined the fleet last."""
         self.serving = ServingChecks(self)
         self.answers = AnswerChecks(self)
         self._fence_of: dict[str, int] = {}
@@ -143,7 +145,9 @@ class Checks:
         subjects = self.world.subjects
         if bucket == subjects.members and key.startswith(MEMBER_PREFIX):
             self.fingerprints.append((self.now, self.world.fingerprint()))
-            if not value:
+            if value:
+                self.joined_at[key[len(MEMBER_PREFIX) :]] = self.now
+            else:
                 self.world.say(f"member {key[-2:]} is taken out")
         if bucket != subjects.state or key != RECORD or not value:
             return
