@@ -20,7 +20,8 @@ def plan_relay(workers: Mapping[str, RelayAddress]) -> dict[str, RelayPlan]:
     than another one. The other workers of a host read from its first worker, and then from the same peers.
 
     Args:
-        workers: each worker that receives the update and can serve its peers, with its address.
+        workers: each worker that receives the update and can serve its peers, with its address. Each host of an engine
+            over several counts as a worker of its own (`name_of_host`).
     """
     if len(workers) < 2:
         return {}
