@@ -228,6 +228,9 @@ class SglangProcess(EngineProcess):
     async def _start_processes(self) -> Path:
         directory = await super()._start_processes()
         self._load_files = shared_names(self.pids(), LOADS)
+        reader = getattr(self._manager, "load_snapshot_reader", None)
+        if reader is not None:
+            reader.read_all()  # opens the file
         if self.replicas == 1:  # else the controller of the replicas may still open it
             self._delete_load_files()
         return directory
