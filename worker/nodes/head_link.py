@@ -294,7 +294,7 @@ class HeadLink(NodeLink):
 
     def _pinged(self, node: NodeEntry, answer: Mapping[str, Any], silent_s: float) -> None:
         if silent_s:
-            self._silent_at.pop(node.rank, None)  # nobody knows about its agents meanwhile
+            self._silent_at.pop(node.rank, None)  # without an answer, the state of its agents is not known
             self._silent[node.rank] = f"{node.name} has not answered for {silent_s:.0f} s"
         elif silent := answer.get("silent"):
             why = self._silent[node.rank] = f"{node.name}: {', '.join(silent)} does not answer"

@@ -73,7 +73,7 @@ def read_tensors(payloads: Sequence[str | LongText]) -> Tensors:
 
 
 def is_pickled(payload: str | LongText) -> bool:
-    """Whether an element begins like a pickle. It reads its first bytes only."""
+    """Reports whether an element begins like a pickle. It reads its first bytes only."""
     try:
         return binascii.a2b_base64(_text(payload)[:4])[:1] == PICKLE_START
     except ValueError:

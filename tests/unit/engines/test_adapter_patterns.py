@@ -54,3 +54,11 @@ def test_a_setting_without_patterns_is_refused(value: Any) -> None:
         check_patterns_end({"exclude_modules": value}, NAMES)
     assert caught.value.facts["field"] == "adapter_config.exclude_modules"
     assert caught.value.facts["fix"]
+
+
+def test_a_pattern_that_ends_the_trial_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_patterns, "_TRY", "raise MemoryError")
+    with pytest.raises(InvalidWeights) as caught:
+        check_patterns_end({"target_modules": "q.proj|x*"}, NAMES)
+    assert caught.value.facts["field"] == "adapter_config.target_modules"
+    assert caught.value.facts["fix"]

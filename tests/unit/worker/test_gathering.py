@@ -16,7 +16,7 @@ def test_a_request_holds_its_tokens_back_as_long_as_it_has_run_within_bounds(ran
 
 async def test_an_alarm_ends_a_wait_and_so_does_the_time() -> None:
     alarm = Alarm()
-    alarm.ring()  # nobody waits
+    alarm.ring()  # nothing waits, so it has no effect
     waiting = asyncio.create_task(alarm.wait(3600.0))
     await asyncio.sleep(0)
     alarm.ring()

@@ -77,3 +77,9 @@ def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
                 f"has a regular expression that takes more than {PATTERNS_S:g} s: {unsure[0][:100]!r}",
                 "use a simpler one, or list the names of the modules",
             ) from None
+        except subprocess.CalledProcessError as error:
+            raise refuse_key(
+                setting,
+                f"has a regular expression that ends the process which tries it: {unsure[0][:100]!r}",
+                "use a simpler one, or list the names of the modules",
+            ) from error

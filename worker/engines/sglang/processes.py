@@ -38,6 +38,10 @@ POLL_MS = 100
 LOADS = "sglang_loads_"
 """The begin of the name of the file in which SGLang's schedulers report their load. SGLang never deletes it."""
 
+LOAD_AWARE = ("total_requests", "total_tokens")
+"""With these methods the controller of the replicas opens that file at its first request. The file then
+keeps its name until the engine ends."""
+
 CALL_S = 1800.0
 """Bounds a call of all replicas: the longest swap that the hang timer allows. A death ends it at once."""
 
@@ -231,7 +235,7 @@ class SglangProcess(EngineProcess):
         reader = getattr(self._manager, "load_snapshot_reader", None)
         if reader is not None:
             reader.read_all()  # opens the file
-        if self.replicas == 1:  # else the controller of the replicas may still open it
+        if self.arguments.get("load_balance_method") not in LOAD_AWARE:
             self._delete_load_files()
         return directory
 

@@ -79,7 +79,7 @@ def _process_of(options: EngineOptions) -> VllmProcess:
 
 
 class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
-    gathers = True  # vLLM's queue of a request joins what nobody takes
+    gathers = True  # vLLM's queue joins the tokens of a request until they are taken
 
     def __init__(self, options: EngineOptions, process: VllmProcess | None = None) -> None:
         """`process`: the default is vLLM's own, built from the options."""
