@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
 from rl_plane.errors import EngineFailed
 from tests.support.broadcast_trainer import HOST
 from tests.support.broadcast_updates import free_port

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -36,15 +36,17 @@ from tests.support.moe import make_qwen_moe
 from tests.support.receive_requests import NamedRequest, files_request
 from worker.engines.base import EngineOptions
 from worker.engines.common import adapter_patterns
-from worker.engines.hf.adapter import HfEngine
 from worker.receive.staging import adapter_digest
 from worker.receive.weight_holder import TensorStream
 from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token
 from worker.testing.tiny_model import make_tiny_model, make_witness_model
 
+if TYPE_CHECKING:
+    from worker.engines.hf.adapter import HfEngine
+
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
-Start = Callable[..., Awaitable[HfEngine]]
+Start = Callable[..., Awaitable["HfEngine"]]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,8 @@ def adapters(root: Path, witnesses: dict[int, Path]) -> dict[int, Path]:
 
 @pytest.fixture
 async def start(root: Path) -> AsyncIterator[Start]:
+    from worker.engines.hf.adapter import HfEngine  # it imports transformers
+
     engines: list[HfEngine] = []
 
     async def start_one(model: Path, dtype: str | None = None, **extra: int) -> HfEngine:

@@ -40,8 +40,6 @@ from tests.support.reference import logits_of, penalized
 from worker.engines.base import EngineInfo, EngineOptions
 from worker.engines.capabilities import CanReleaseMemory, require
 from worker.engines.common.tokenizing import IncrementalText, eos_tokens, load_tokenizer
-from worker.engines.hf.adapter import build
-from worker.engines.hf.streams import HfStream, choose
 from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model
 
 __all__ = ["models", "plain", "start"]
@@ -238,6 +236,8 @@ async def test_a_seed_gives_the_same_tokens_whatever_else_runs(start: Start, mod
 
 
 def test_the_sampler_follows_the_distribution() -> None:
+    from worker.engines.hf.streams import HfStream, choose
+
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -math.inf])
 
     def shares(**fields: Any) -> list[float]:
@@ -498,12 +498,16 @@ async def test_an_id_is_used_by_one_request_at_a_time(start: Start, models: Mode
 def test_bad_options_are_refused_before_anything_starts(
     models: Models, options: dict[str, Any], field: str
 ) -> None:
+    from worker.engines.hf.adapter import build
+
     with pytest.raises(InvalidRequest) as caught:
         build(EngineOptions(**{"model": models.tiny} | options))
     assert caught.value.facts["field"] == field
 
 
 async def test_the_engine_tells_what_it_is(models: Models) -> None:
+    from worker.engines.hf.adapter import build
+
     engine = build(EngineOptions(models.tiny, dtype="bfloat16", device="cpu", extra={"num_blocks": "8"}))
     with pytest.raises(EngineFailed):
         await engine.liveness()

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-pytest.importorskip("torch")
-
-from transformers import AutoTokenizer
-
 from rl_plane.protocol.pooling import unpacked
 from tests.support.fleet_updates import all_serve, update_of
 from tests.support.frontend_process import error_of, frontend, post
 from tests.support.hf_fleet import HEAL_S, START_S
 from tests.support.pooling_models import INPUTS, embedding_of, logits_of, make_classifier
+from worker.engines.common.tokenizing import load_tokenizer
 from worker.testing.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
@@ -102,7 +99,7 @@ async def test_a_reward_model_through_updates_kills_and_load(plane: Plane) -> No
         assert [row["embedding"] for row in many] == [near(one) for one in wanted[0]]
         assert {row["meta_info"]["weight_version"] for row in many} == {"v3"}
         score = await post(http, "/score", text_1="go", text_2=["od", "od!"], use_activation=False)
-        pair = AutoTokenizer.from_pretrained(models[0]).encode("go", "od")
+        pair = load_tokenizer(models[0]).encode("go", "od")
         assert score["data"][0]["score"] == near(logits_of(models[0], pair)[0])
         talk = [{"role": "user", "content": "hi"}]
         whole = "<|im_start|>user\nhi<|im_end|>\n"

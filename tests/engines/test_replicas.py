@@ -14,9 +14,6 @@ import httpx
 import psutil
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from rl_plane.client import RlClient
 from rl_plane.errors import CanaryFailed, PlaneError, Unavailable
 from tests.conftest import Plane, lives

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("peft")
-
 from deploy.smoke.updates import KILL_NOW
 from frontend.server.options import FrontendOptions
 from tests.support.frontend_here import started

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from worker.engines.base import EngineOptions
-from worker.engines.hf.adapter import HfEngine
 
-Start = Callable[..., Awaitable[HfEngine]]
+if TYPE_CHECKING:
+    from worker.engines.hf.adapter import HfEngine
+
+Start = Callable[..., Awaitable["HfEngine"]]
 
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
+    from worker.engines.hf.adapter import HfEngine  # it imports transformers
+
     engines: list[HfEngine] = []
 
     async def start_one(model: Path, **extra: int) -> HfEngine:

@@ -8,16 +8,18 @@ import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan
 from rl_plane.protocol.versions import HostTensor, TensorSpec, WeightVersion
-from worker.engines.hf.adapter import HfEngine
 from worker.receive.weight_holder import TensorStream
 from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token
+
+if TYPE_CHECKING:
+    from worker.engines.hf.adapter import HfEngine
 
 BOUND_S = 60.0
 """More than anything here takes on a busy machine."""

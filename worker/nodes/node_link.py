@@ -64,6 +64,10 @@ yet."""
 LOOK_S = 1.0
 """Seconds that a node has for an answer when ranks have ended, perhaps because it has."""
 
+LOOK_AGAIN_S = 0.25
+"""Seconds between two questions of one look. A question that reaches a node in its last moment has no answer. To the
+next one NATS answers that nobody listens."""
+
 FAREWELL_S = 2.0
 """Seconds that the news of this node's end may take."""
 
@@ -271,12 +275,16 @@ class NodeLink(ABC):
 
     async def _look_for_lost(self) -> None:
         async def look(peer: NodeEntry) -> None:
-            try:
-                await self.ask_node(peer.rank, "ping", LOOK_S, peer.incarnation)
-            except (WorkerLost, Conflict):
-                self.lose(f"{peer.name} has ended")
-            except PlaneError as error:
-                log.debug("%s: %s", peer.name, error)
+            while True:
+                try:
+                    await self.ask_node(peer.rank, "ping", LOOK_AGAIN_S, peer.incarnation)
+                except DeadlineExceeded:
+                    continue  # the caller bounds the look
+                except (WorkerLost, Conflict):
+                    self.lose(f"{peer.name} has ended")
+                except PlaneError as error:
+                    log.debug("%s: %s", peer.name, error)
+                return
 
         await asyncio.gather(*(look(peer) for peer in self._peers()))
 

@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 from rl_plane.errors import EngineDied
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.pooling import Pooling
 from worker.engines.base import EngineOptions
 from worker.engines.common.spans import Label
-from worker.engines.hf.pooling_engine import HfPoolingEngine
 
 BOUND_S = 30.0
 
@@ -25,6 +22,8 @@ BOUND_S = 30.0
 async def test_close_ends_the_inputs_that_are_computed_and_those_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from worker.engines.hf.pooling_engine import HfPoolingEngine  # it imports transformers
+
     computing, may_end = threading.Event(), threading.Event()
 
     def forward(batch: Any) -> Any:

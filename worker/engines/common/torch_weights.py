@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.core_model_loading import revert_weight_conversion
 
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
@@ -144,6 +143,8 @@ def _kept(tensor: HostTensor) -> torch.Tensor:
 
 def _saved_name(model: Any, name: str, saved: Collection[str]) -> str:
     """The checkpoint's name of one of the model's own parameters."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     if name in saved:
         return name
     state = {key: tensor for key, tensor in model.state_dict().items() if key == name}
@@ -157,6 +158,8 @@ def _checkpoint_views(model: Any) -> dict[str, torch.Tensor]:
     convert its state back to checkpoint form: some tensors come back as views of the live ones, some as copies. For the
     copies, the same conversion runs on tensors that hold their own element numbers, which tell the view.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     views = dict(revert_weight_conversion(model, dict(state)))
     at = {tensor.untyped_storage().data_ptr(): name for name, tensor in state.items()}
