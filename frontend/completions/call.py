@@ -43,6 +43,14 @@ MAX_TOPS_ON_LOOP = 1 << 13
 DONE = b"[DONE]"
 
 
+@dataclass(frozen=True, slots=True)
+class CallsRead:
+    """A choice that has ended may be sent: its calls are read."""
+
+
+Arrival = Event | CallsRead
+
+
 class ChunkMaker(Protocol):
     """Makes the events of one stream."""
 
@@ -91,7 +99,6 @@ class GenerationCall:
                 async with aclosing(run) as events:
                     async for index, event in events:
                         self._take(index, event)
-                await self._read_all_calls()
                 self._check_again()
                 self._count_ends()
             except PlaneError as error:
@@ -103,6 +110,8 @@ class GenerationCall:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         plan, begun = self._plan, False
+        ends: dict[int, tuple[GenerateDelta, int]] = {}
+        """The last delta of each choice whose calls are read now, and where its text begins."""
         self._span = begin_call(plan, self._parent)
         try:
             async with self._service.counted(plan, self._on_end):
@@ -113,10 +122,15 @@ class GenerationCall:
                         choice = self._choices[index]
                         offset = len(choice.text)
                         self._take(index, event)
-                        if isinstance(event, GenerateDelta) and not event.is_ahead:
-                            await self._read_calls(choice)
-                            yield to_json(chunks.of(choice, event, offset))
-                            begun = True
+                        if isinstance(event, CallsRead):
+                            event, offset = ends.pop(index)
+                        elif not isinstance(event, GenerateDelta) or event.is_ahead:
+                            continue
+                        elif self._may_call(choice):
+                            ends[index] = event, offset
+                            continue
+                        yield to_json(chunks.of(choice, event, offset))
+                        begun = True
                 self._count_ends()
             if plan.include_usage:
                 yield to_json(chunks.usage())
@@ -135,7 +149,7 @@ class GenerationCall:
 
     # ---- the events ----
 
-    async def _begin(self) -> tuple[str, AsyncGenerator[tuple[int, Event], None]]:
+    async def _begin(self) -> tuple[str, AsyncGenerator[tuple[int, Arrival], None]]:
         """The model as the reply names it, and the events."""
         plan = self._plan
         with self._service.engines.aborts.of(plan.made_id, choices=len(plan.requests)) as ending:
@@ -156,45 +170,44 @@ class GenerationCall:
             self._plan = replace(plan, auto_tools=None)  # the text has the calls as the model wrote them
         return model
 
-    async def _read_all_calls(self) -> None:
-        """Reads the calls of all choices at the same time, so that an abort of the reply reaches each."""
-        reading = [self._read_calls(choice) for choice in self._choices]
-        for failure in await asyncio.gather(*reading, return_exceptions=True):
-            if isinstance(failure, BaseException):
-                raise failure
+    def _may_call(self, choice: Choice) -> bool:
+        """True if the caller wants the calls of this choice, which has ended."""
+        return self._plan.auto_tools is not None and choice.finish_reason == "stop"
 
-    async def _read_calls(self, choice: Choice) -> None:
-        """Reads the calls of a choice that has ended, if the caller wants them. May wait for a worker."""
-        tools = self._plan.auto_tools
-        if tools is None or choice.finish_reason != "stop":
-            return
-        request_id = self._plan.requests[choice.index].id
+    async def _read_calls(self, choice: Choice) -> CallsRead:
+        """Reads the calls of a choice that may have some. May wait for a worker."""
+        tools, request_id = self._plan.auto_tools, self._plan.requests[choice.index].id
+        assert tools is not None, "_may_call"
         with self._service.engines.aborts.of(*names_of(request_id)) as ending:
             read = await ending.unless_aborted(self._service.call_reader.calls_of(choice, tools, request_id))
         if read is not None:
             choice.rest, choice.calls = read
         else:
             choice.take(GenerateDelta(token_ids=[], finish_reason="abort"))
+        return CallsRead()
 
     async def _aborted_events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """The events of a call that was aborted before a worker was there."""
         for index, request in enumerate(self._plan.requests):
             yield index, GenerationProgress(request).end("abort")
 
-    async def _events(self) -> AsyncGenerator[tuple[int, Event], None]:
-        """The events of all choices as they come. Closing it, or the first error, aborts the rest."""
+    async def _events(self) -> AsyncGenerator[tuple[int, Arrival], None]:
+        """The events of all choices as they come. Closing it, or the first error, aborts the rest. The caller takes
+        each event before it asks for the next."""
         if len(self._plan.requests) == 1:
             async with aclosing(self._choice_events(0)) as events:
                 try:
                     async for event in events:
                         yield 0, event
+                    if self._may_call(self._choices[0]):
+                        yield 0, await self._read_calls(self._choices[0])
                 except PlaneError as error:
                     self._name_choice(error, 0)
                     raise
         else:
             async with aclosing(self._merged_events(range(len(self._plan.requests)))) as together:
-                async for index, event in together:
-                    yield index, event
+                async for arrival in together:
+                    yield arrival
 
     def _request_of(self, index: int) -> tuple[GenerateRequest, Demands]:
         """The request of a choice, and what it demands of the weights."""
@@ -213,10 +226,11 @@ class GenerationCall:
         )
         return _without_tokens(events) if plan.scores_only else events
 
-    async def _merged_events(self, indices: Collection[int]) -> AsyncGenerator[tuple[int, Event], None]:
-        """The events of several choices, each of which has a task of its own. A single choice needs neither the task
-        nor the queue. Tokens that waited in the queue for a slow reader are held to their demands again."""
-        queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_QUEUE)
+    async def _merged_events(self, indices: Collection[int]) -> AsyncGenerator[tuple[int, Arrival], None]:
+        """The events of several choices, each of which has a task of its own, and then another one that reads its
+        calls. A single choice needs neither the tasks nor the queue. Tokens that waited in the queue for a slow reader
+        are held to their demands again."""
+        queue: asyncio.Queue[tuple[int, Arrival | Exception | None]] = asyncio.Queue(EVENTS_QUEUE)
 
         async def one(index: int) -> None:
             last: Exception | None = None
@@ -224,6 +238,13 @@ class GenerationCall:
                 async with aclosing(self._choice_events(index)) as events:
                     async for event in events:
                         await queue.put((index, event))
+            except Exception as error:
+                last = error
+            await queue.put((index, last))
+
+        async def read(index: int) -> None:
+            try:
+                last: CallsRead | Exception = await self._read_calls(self._choices[index])
             except Exception as error:
                 last = error
             await queue.put((index, last))
@@ -240,9 +261,14 @@ class GenerationCall:
                         self._name_choice(event, index)
                     raise event
                 if event is None:
-                    left.remove(index)
+                    if self._may_call(self._choices[index]):
+                        tasks[index] = asyncio.create_task(read(index))
+                    else:
+                        left.remove(index)
                     continue
-                if stop := self._stale_stop(index, event):
+                if isinstance(event, CallsRead):
+                    left.remove(index)
+                elif stop := self._stale_stop(index, event):
                     left.remove(index)
                     tasks[index].cancel()
                     yield index, stop
@@ -256,8 +282,10 @@ class GenerationCall:
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    def _take(self, index: int, event: Event) -> None:
+    def _take(self, index: int, event: Arrival) -> None:
         choice = self._choices[index]
+        if isinstance(event, CallsRead):
+            return  # the reader has put them into the choice
         if isinstance(event, GenerateDelta) and event.token_ids:
             self._count(choice, len(event.token_ids))
         if isinstance(event, GenerateDelta) and (tops := event.prompt_tops) is not None:

@@ -6,12 +6,11 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import replace
 
-from frontend.completions.call import ChunkMaker, GenerationCall, ReplyFormat
+from frontend.completions.call import Arrival, ChunkMaker, GenerationCall, ReplyFormat
 from frontend.completions.service import Generation
 from frontend.pooling.pooling_plans import PooledPlan
 from frontend.routing.committed import key_of_span
 from frontend.routing.demands import Demands, point_of_span
-from frontend.routing.engine_client import Event
 from rl_plane.errors import Unavailable, Unlabelled
 from rl_plane.protocol.generation import GenerateRequest
 
@@ -29,7 +28,7 @@ class PooledCall(GenerationCall):
         self._again: dict[int, tuple[GenerateRequest, Demands]] = {}
         """Index → what is asked for in place of the plan's request."""
 
-    async def _events(self) -> AsyncGenerator[tuple[int, Event], None]:
+    async def _events(self) -> AsyncGenerator[tuple[int, Arrival], None]:
         async with aclosing(super()._events()) as events:
             async for index, event in events:
                 yield index, event

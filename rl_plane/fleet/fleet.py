@@ -76,7 +76,10 @@ READY_POLL_S = 0.2
 """Seconds between two looks of `ready`. Workers become ready within seconds, so a faster look gains nothing."""
 FRONTENDS_S = 2.0
 """Seconds for a frontend's answer. A running frontend answers within milliseconds; a stopped one never does."""
-FORM_WAIT_S = JOIN_TORCH_S + FORM_MARGIN_S
+FORM_CHECK_S = 60.0
+"""Seconds in which every worker says that it can join a group. For its first group it imports torch, which takes long
+from a slow disk."""
+FORM_WAIT_S = FORM_CHECK_S + JOIN_TORCH_S + FORM_MARGIN_S
 """Seconds to wait for the lock to form a trainer's own group. A trainer forms one group for each stage of its pipeline
 side by side, and the group before may take this long."""
 LOST_RETRIES = 3
@@ -441,7 +444,8 @@ class Fleet:
                 raise
 
     async def _init_transport(self, call: FleetCall[update_requests.InitTransport]) -> dict[str, Any]:
-        """Sets up a transport. Every rank of the fleet joins a group, at its own place in it."""
+        """Sets up a transport. Every rank of the fleet joins a group, at its own place in it. Every worker says first
+        that it can join: one that refused later would let the others and the trainer wait for it."""
         if call.body.backend not in update_requests.PUSHED:
             return await self._change(call)
         await whole_fleet(call)
@@ -454,10 +458,14 @@ class Fleet:
             if not own:  # it replaces the present group, by which another trainer may be sending
                 await self._updates.check_none_waits(call, held)
             start = time.monotonic()
-            body = {**given, **places}
-            rows = await self.client.ask(call.view, snapshot.members, "init_transport", body, held=held)
-            out = FanOut(snapshot, rows, time.monotonic() - start)
-            if out.failed:
+            body, members = {**given, **places}, snapshot.members
+            check = {**body, "check_only": True}
+            rows = await self.client.ask(call.view, members, "init_transport", check, FORM_CHECK_S, held)
+            if (out := FanOut(snapshot, rows, time.monotonic() - start)).failed:
+                raise change_error(call, "init_transport", out)
+            check_pin(await call.view.barrier(), None, snapshot.fingerprint)
+            rows = await self.client.ask(call.view, members, "init_transport", body, held=held)
+            if (out := FanOut(snapshot, rows, time.monotonic() - start)).failed:
                 error = change_error(call, "init_transport", out)
                 if own:
                     await self._keep_out(call, held, out, error)

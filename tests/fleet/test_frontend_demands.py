@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.completions.call import GenerationCall
+from frontend.completions.call import Arrival, GenerationCall
 from frontend.completions.reply_choice import Choice
 from frontend.components.served_component import ServedComponent
 from frontend.frontend_limits import FrontendLimits
 from frontend.routing.demands import Demands
-from frontend.routing.engine_client import Event
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.progress import GenerationProgress
 from frontend.routing.routing_lease import FrontendLease
@@ -516,7 +515,7 @@ async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_pro
     decided, go = asyncio.Event(), asyncio.Event()
     run, take = GenerationCall._events, GenerationProgress.take
 
-    async def slowly(call: GenerationCall) -> AsyncGenerator[tuple[int, Event], None]:
+    async def slowly(call: GenerationCall) -> AsyncGenerator[tuple[int, Arrival], None]:
         calls.append(call)
         async with aclosing(run(call)) as events:
             async for event in events:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import time
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -13,9 +15,15 @@ import msgpack
 import pytest
 from nats.aio.msg import Msg
 
+from frontend.completions.auto_tools import CallReader
+from frontend.completions.call import GenerationCall
+from frontend.completions.completion_routes import OPENAI
 from frontend.frontend_limits import FrontendLimits
+from frontend.main import Frontend
+from frontend.routing.engine_client import Event
 from frontend.routing.fleet_status import FleetStatus
-from rl_plane.protocol.generation import GATHER_S, MAX_PROMPT_LOGPROBS
+from frontend.server.options import FrontendOptions
+from rl_plane.protocol.generation import GATHER_S, MAX_PROMPT_LOGPROBS, GenerateDelta
 from rl_plane.protocol.subjects import RECORD, Subjects
 from tests.support.faulty_bus import BusFaults
 from tests.support.frontend_process import (
@@ -29,6 +37,7 @@ from tests.support.frontend_process import (
     tokens_under,
     update,
 )
+from tests.support.openai_plans import chat
 from worker.engines.fake.adapter import fake_logprob, fake_prompt_logprobs, fake_token, make_fake_adapter
 from worker.runtime.gathering import FIRST_PART
 
@@ -37,7 +46,8 @@ __all__ = ["http"]
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
-
+BOUND_S = 30.0
+"""Far more than a stream of three tokens takes."""
 LIES = """
 import worker.engines.fake.adapter as fake
 honest = fake.FakeEngine.generate
@@ -50,6 +60,51 @@ fake.FakeEngine.generate = lying
 
 
 # ---- what comes back ----
+
+
+async def test_a_choice_whose_calls_are_read_does_not_hold_up_the_others(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn()
+    reading, go = asyncio.Event(), asyncio.Event()
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+    async def reads(*_: Any) -> bool:
+        return True
+
+    async def calls_of(*_: Any) -> tuple[str, list[dict[str, Any]]]:
+        reading.set()
+        await go.wait()
+        return "", [call]
+
+    async def choice_events(_: GenerationCall, index: int) -> AsyncGenerator[Event, None]:
+        if index == 0:
+            yield GenerateDelta(token_ids=[1], text="<look>", finish_reason="stop")
+            return
+        await reading.wait()
+        yield GenerateDelta(token_ids=[2], text="a")
+        yield GenerateDelta(token_ids=[3], text="b", finish_reason="length")
+
+    monkeypatch.setattr(CallReader, "reads", reads)
+    monkeypatch.setattr(CallReader, "calls_of", calls_of)
+    monkeypatch.setattr(GenerationCall, "_choice_events", choice_events)
+    options = FrontendOptions(plane.url, plane.namespace, plane.component)
+    async with Frontend.running(options) as running:
+        (component,) = running.components
+        await plane.until(component.status.admitted)
+        asked = GenerationCall(component.generation, chat(tools=tools, n=2), OPENAI)
+        said: list[tuple[int, str | None]] = []
+        async with asyncio.timeout(BOUND_S):
+            async for event in asked.stream():
+                if event == b"[DONE]":
+                    break
+                (choice,) = json.loads(event)["choices"]
+                said.append((choice["index"], choice["finish_reason"]))
+                if said[-1] == (1, "length"):
+                    go.set()
+    assert said == [(1, None), (1, "length"), (0, "tool_calls")]
+    assert choice["delta"]["tool_calls"] == [{"index": 0, **call}]
 
 
 async def test_a_reply_that_is_sent_at_its_end_takes_few_messages(plane: Plane, http: httpx.AsyncClient) -> None:

@@ -37,6 +37,8 @@ from rl_plane.transports.packing import Tensor, fill, raw_bytes, spec_of
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
+from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
+from tests.support.broadcast_updates import free_port
 from tests.support.dialect_facade import facade, fine, refused, served
 from tests.support.faults import Stream
 from tests.support.fleet_updates import all_serve, states
@@ -46,6 +48,7 @@ from tests.support.group_pushes import BUCKET, Pushing, _send_all
 from tests.support.group_trainer import Trainer
 from tests.support.hf_fleet import ENDLESS, PROMPT, Witnesses, chain, proven
 from tests.support.plain_client import plain_client
+from tests.support.sglang_replay import Replay
 from worker.receive.weight_receiver import load_transports
 
 if TYPE_CHECKING:
@@ -453,6 +456,62 @@ async def test_a_trainer_hangs_while_its_group_forms(plane: Plane) -> None:
     with Trainer(plane) as trainer:
         await Pushing(client, trainer).push(other, "two")
     assert await all_serve(client, "two")
+
+
+REFUSES = """
+from pathlib import Path
+from rl_plane.errors import Unsupported
+from rl_plane.transports.group import receiver
+
+def refusing(place=receiver.Place.of_worker):
+    def of_worker(*given):
+        if Path({file!r}).exists():
+            raise Unsupported("there is no place here", field="transport.backend")
+        return place(*given)
+    return of_worker
+
+receiver.Place.of_worker = refusing()
+"""
+"""Refuses to join a group while the file is there."""
+
+
+async def test_a_worker_that_refuses_a_group_lets_no_other_wait(plane: Plane) -> None:
+    """The refusal is told at once. The others have not come to the trainer's own store, so it can still be joined."""
+    client = await plane.client()
+    model, other = models(plane)
+    refusal = plane.tmp / "refuses"
+    refusal.touch()
+    plane.spawn(model=model)
+    refusing = plane.spawn(model=model, patch=REFUSES.format(file=str(refusal))).instance_id
+    port = free_port()
+    own = {"group_name": "g", "master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": 3}
+    own["backend"] = "gloo"
+    with BroadcastTrainer(plane) as trainer:
+        order = {"group": "g", "port": port, "world_size": 3, "timeout_s": FORMING_BOUND_S}
+        waiting = asyncio.create_task(trainer.do("form", order))
+        async with facade(plane) as http:
+            for path, body in (
+                ("/init_weights_update_group", own),
+                ("/init_weight_transfer_engine", {"init_info": own}),
+            ):
+                async with asyncio.timeout(FORMING_BOUND_S):
+                    error = refused(await http.post(path, json=body), 409)
+                assert error["message"].endswith(f"1 of 2 workers: {refusing}: there is no place here")
+                assert "disabled" not in error
+                assert await served(http) == [(True, "initial")] * 2
+            refusal.unlink()
+            fine(await http.post("/init_weights_update_group", json=own))
+            await waiting
+            (part,) = parts_of(other, 1)
+            fine(await Replay(http, trainer).send("g", other, part, weight_version="own"))
+            assert await served(http) == [(True, "own")] * 2
+    refusal.touch()
+    with Trainer(plane) as trainer:
+        with pytest.raises(PlaneError, match=f"1 of 2 workers: {refusing}: there is no place here"):
+            await trainer.do("form")
+        refusal.unlink()
+        await Pushing(client, trainer).push(model, "pushed")
+    assert await all_serve(client, "pushed")
 
 
 async def _a_group_of_its_own(http: httpx.AsyncClient, ids: list[str], info: dict[str, Any]) -> None:

@@ -30,6 +30,8 @@ CONNECT_AGAIN_S = 0.1
 """Seconds between two tries to reach a trainer that does not listen yet."""
 WATCH_S = 1.0
 """`watch` ends at most so many seconds after its condition."""
+STORE_SILENT = "the trainer's store does not answer"
+LIFELINES_SILENT = "the trainer's lifelines do not answer"
 MAX_REASON_BYTES = 4096
 MAX_RANK_CHARS = len(str(MAX_WORLD_SIZE))
 HELLO_S = 5.0
@@ -96,7 +98,7 @@ class PeerLiveness:
         if place.lifeline_port is None:
             return None
         address = (place.master_address, place.lifeline_port)
-        line = connected(address, "lifeline_port", "the trainer's lifelines do not answer")
+        line = connected(address, "lifeline_port", LIFELINES_SILENT)
         try:
             line.sendall(hello(place.secret, place.group, place.rank))
         except OSError as error:
@@ -227,12 +229,21 @@ def connected(address: tuple[str, int], field: str, what: str) -> socket.socket:
     return connection
 
 
+def check_reach(place: Place) -> None:
+    """Raises InvalidRequest if a trainer of form plane, which listens before its workers come, can't be reached."""
+    if place.form == "torch":
+        return
+    connected((place.master_address, place.master_port), "master_port", STORE_SILENT).close()
+    if place.lifeline_port is not None:
+        connected((place.master_address, place.lifeline_port), "lifeline_port", LIFELINES_SILENT).close()
+
+
 def _connected_within(address: tuple[str, int], timeout_s: float) -> socket.socket:
     """Connects to a trainer that may not listen yet."""
     until = time.monotonic() + timeout_s
     while True:
         try:
-            return connected(address, "master_port", "the trainer's store does not answer")
+            return connected(address, "master_port", STORE_SILENT)
         except InvalidRequest:
             if time.monotonic() > until:
                 raise

@@ -83,7 +83,7 @@ class Place:
                     field=name,
                     fix=f"give a whole number from 1 to {given.world_size - 1}",
                 )
-        fields = given.model_dump(exclude={"backend", "rank_offset", "members"})
+        fields = given.model_dump(exclude={"backend", "rank_offset", "members", "check_only"})
         on = [*devices, *[None] * given.members]
         return [
             cls(backend=backend, device=on[number], rank=given.rank_offset + number, **fields)
@@ -111,3 +111,5 @@ class _GroupConfig(Body):
     form: Literal["plane", "torch"] = "plane"
     fleet_ranks: int | None = Field(default=None, ge=1)
     rendezvous: Literal["torch", "vllm"] = "torch"
+    check_only: bool = False
+    """Join nothing, and only refuse what the worker can't join."""

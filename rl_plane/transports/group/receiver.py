@@ -1,8 +1,8 @@
 """The receiving half of `gloo` and `nccl`: buckets that a trainer broadcasts to every worker of the fleet.
 
 `init_transport {backend, group, master_address, master_port, lifeline_port?, secret?, timeout_s?}` forms the group, in
-which each host of each worker is one rank. The plane adds `world_size` and each worker's `rank_offset`. A request for
-an update is one of these:
+which each host of each worker is one rank. The plane adds `world_size` and each worker's `rank_offset`. It asks every
+worker with `check_only: true` first: no rank joins unless every rank can. A request for an update is one of these:
 
     {backend, group?, manifest_key, manifest_digest, num_buckets}   the manifest is in the group's store
     {backend, group?, manifest, num_buckets?}                       the manifest is short
@@ -33,6 +33,7 @@ from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import DIGEST_PATTERN
 from rl_plane.transports.base import GroupedTransport, TransportContext, check_fields
 from rl_plane.transports.group.described_delivery import DescribedDelivery
+from rl_plane.transports.group.peer_liveness import check_reach
 from rl_plane.transports.group.prime_rl_wire import FORMAT
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
 from rl_plane.transports.group.streamed_delivery import GroupPartwiseDelivery, received
@@ -79,17 +80,39 @@ class GroupTransport(GroupedTransport):
     def init(self, config: Mapping[str, Any]) -> None:
         import_torch()
         joined = [Place.of_worker(one, self.backend, self._devices) for one in _each_share(config)]
+        places = [place for place, *_ in joined]
+        if self._is_in(places):
+            return
+        self._check(places)
+        if config.get("check_only"):
+            return
         with self._forming:
-            places = [place for place, *_ in joined]
+            if self._is_in(places):  # since another call has ended
+                return
             if places[0].form == "torch":
                 self._form_own(places[0], joined[0][1:])
-                return
-            there = {name: group.place for name, group in self._groups.items() if not group.why_dropped}
-            if there == {place.group: place for place in places}:
                 return
             formed = self._formed_groups(places)
             self._leave_all()
             self._groups = formed
+
+    def _is_in(self, places: Sequence[Place]) -> bool:
+        """True if this worker has joined these groups, and they are whole."""
+        own = places[0].form == "torch"
+        groups = dict(self._own if own else self._groups)
+        there = {name: group.place for name, group in groups.items() if not group.why_dropped}
+        wanted = {place.group: place for place in places}
+        return wanted.items() <= there.items() if own else wanted == there
+
+    def _check(self, places: Sequence[Place]) -> None:
+        """Refuses what this worker can't join, before any rank waits for it."""
+        for place in places:
+            check_reach(place)
+        others = {name for name, group in dict(self._own).items() if not group.why_dropped} - {places[0].group}
+        if places[0].form == "torch" and len(others) >= MAX_GROUPS:
+            raise InvalidRequest(
+                f"there are {MAX_GROUPS} groups already", field="group", fix="destroy those that are not needed"
+            )
 
     def _formed_groups(self, places: Sequence[Place]) -> dict[str, Group]:
         """Forms one group after another: every rank of the fleet does so in the same order."""
@@ -105,13 +128,6 @@ class GroupTransport(GroupedTransport):
 
     def _form_own(self, place: Place, silent: Sequence[Place]) -> None:
         self._own = {name: group for name, group in self._own.items() if not group.why_dropped}
-        there = self._own.get(place.group)
-        if there is not None and there.place == place:
-            return
-        if there is None and len(self._own) >= MAX_GROUPS:
-            raise InvalidRequest(
-                f"there are {MAX_GROUPS} groups already", field="group", fix="destroy those that are not needed"
-            )
         self._leave(self._own.pop(place.group, None))
         self._own[place.group] = formed_together([place, *silent], min(place.timeout_s, JOIN_TORCH_S))
 

@@ -24,7 +24,7 @@ from rl_plane._util.own_address import own_address
 from rl_plane._util.tasks import never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable, Unsupported
 from rl_plane.protocol.versions import DigestAlgorithm
-from rl_plane.transports.group.peer_liveness import PeerLiveness, connected
+from rl_plane.transports.group.peer_liveness import STORE_SILENT, PeerLiveness, connected
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
 from rl_plane.transports.group.vllm_rendezvous import store_with_id
 from rl_plane.weights.read_ahead import host_memory
@@ -576,7 +576,7 @@ def connect_store(place: Place, timeout_s: float) -> Any:
         for prefix in (place.group, f"{place.group}/", "cpu/" if place.backend == "gloo" else "cuda/"):
             store = dist.PrefixStore(prefix, store)
         return store
-    connected(address, "master_port", "the trainer's store does not answer").close()  # torch would try for long
+    connected(address, "master_port", STORE_SILENT).close()  # torch would try for long
     store = dist.TCPStore(*address, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     return dist.PrefixStore(place.group, store)
 

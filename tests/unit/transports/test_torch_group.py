@@ -574,6 +574,44 @@ def test_a_stranger_finds_neither_the_store_nor_the_lifelines_of_a_formed_group(
     assert announced["master_port"] not in {one.port for one in listeners([os.getpid()])}
 
 
+def test_a_check_refuses_what_a_rank_can_not_join_and_joins_nothing(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_plane.transports.group.receiver.MAX_GROUPS", 0)
+    transport = GlooTransport(TransportContext())
+    here: dict[str, Any] = {
+        "group": "g",
+        "master_address": "127.0.0.1",
+        "master_port": store.port,
+        "world_size": 2,
+    }
+    here |= {"rank_offset": 1, "check_only": True}
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        nobody = gone.getsockname()[1]
+    for wrong, field in (
+        ({"master_port": nobody}, "master_port"),
+        ({"lifeline_port": nobody, "secret": "s"}, "lifeline_port"),
+        ({"rank_offset": 2}, "rank_offset"),
+        ({"form": "torch", "fleet_ranks": 1}, "group"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            transport.init({**here, **wrong})
+        assert refused.value.facts["field"] == field
+    transport.init(here)
+    assert not transport._groups
+    with pytest.raises(InvalidRequest, match="there is no gloo group"):
+        transport.open({"backend": "gloo", "group": "g"}, "base")
+
+
+def test_a_rank_that_is_in_a_group_already_does_not_look_for_its_trainer(formed: Formed) -> None:
+    """The answer to the call was lost, and the trainer's store lets nobody in once the group is formed."""
+    _, transport, announced = formed
+    (group,) = transport._groups.values()
+    for more in ({"check_only": True}, {}):
+        joined(transport, {**announced, **more})
+        assert [*transport._groups.values()] == [group]
+
+
 def test_the_digest_of_a_manifest_that_is_not_stored_is_refused(formed: Formed) -> None:
     request = {"manifest": {"buckets": [[["a", "F32", [1]]]]}, "manifest_digest": "blake3:" + "0" * 64}
     with pytest.raises(InvalidRequest) as refused:
