@@ -3,7 +3,8 @@
 The worker's process, its host agent and all processes of the engine count, each with its PSS: memory that several
 processes map counts once. Measured beside the state before the first staged update: when the new weights are staged
 beside the served ones; when they are swapped in, and their memory waits for the next update; and when the version is
-kept for deltas and healing.
+kept for deltas and healing. With `--hosts` the ranks are on two nodes of one engine, each measured by itself; both are
+on this machine, so what they share counts half for each.
 """
 
 from __future__ import annotations
@@ -13,15 +14,21 @@ import asyncio
 import itertools
 import os
 import re
+import socket
 import tempfile
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.gaps import SHAPE_500_MB
+from bench.peers import peers, start_peer
 from rl_plane._util.tasks import never
-from rl_plane.protocol.update_requests import ReceiveRequest, Transport
+from rl_plane.bus.server import NatsServer
+from rl_plane.client import RlClient
+from rl_plane.protocol.update_requests import ReceiveRequest, Transport, UpdatePolicy
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineOptions
 from worker.testing.tiny_model import make_tiny_model
@@ -31,6 +38,8 @@ ARGUMENTS = {
     "sglang": {"context_length": "512"},
 }
 RANKS = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}
+NODES = 2
+NAMESPACE = "host-memory"
 HEAD = ("engine, ranks", "staged MB", "÷ model", "after the swap MB", "÷ model", "kept MB", "÷ model")
 _names = (f"bench-{number}" for number in itertools.count())
 _PSS = re.compile(r"^Pss: +(\d+) kB$", re.MULTILINE)
@@ -98,13 +107,51 @@ async def measure(kind: str, ranks: int, models: list[Path]) -> tuple[int, int, 
         await engine.close()
 
 
+async def measure_hosts(kind: str, models: list[Path]) -> list[tuple[int, int]]:
+    """Bytes of each of two nodes with a rank each, beyond those before the update: swapped in, and kept."""
+    server = NatsServer()
+    server.start()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        started = [
+            start_peer(
+                "workers",
+                nats_url=server.url,
+                namespace=NAMESPACE,
+                model=str(models[0]),
+                copies=1,
+                engine=kind,
+                engine_args={**ARGUMENTS[kind], RANKS[kind]: str(NODES)},
+                weight_roots=[str(models[0].parent)],
+                nodes={"count": NODES, "rank": rank, "address": address},
+            )
+            for rank in range(NODES)
+        ]
+        with peers(started) as nodes:
+            async with await RlClient.connect(server.url, NAMESPACE) as client:
+                return await _measured_updates(client, models, [node.process.pid for node in nodes])
+    finally:
+        server.stop()
+
+
+async def _measured_updates(client: RlClient, models: list[Path], pids: list[int]) -> list[tuple[int, int]]:
+    async def update(number: int, policy: UpdatePolicy) -> list[int]:
+        await client.update_weights({"backend": "filesystem", "path": str(models[number % 2])}, policy=policy)
+        return [pss([pid, *(one.pid for one in psutil.Process(pid).children(recursive=True))]) for pid in pids]
+
+    before = await update(1, UpdatePolicy(staging="none"))  # the first update loads libraries, too
+    swapped, kept = await update(2, UpdatePolicy()), await update(3, UpdatePolicy(keep_staged=True))
+    return [(one - first, other - first) for first, one, other in zip(before, swapped, kept, strict=True)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.host_memory", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model: to see that it runs")
     parser.add_argument("--engine", choices=sorted(RANKS), help="one engine")
     parser.add_argument("--ranks", type=int, help="one number of ranks")
+    parser.add_argument("--hosts", action="store_true", help="only two ranks on two nodes")
     arguments = parser.parse_args()
-    cores = sorted(os.sched_getaffinity(0))
     print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|")
     with tempfile.TemporaryDirectory(prefix="rl-plane-bench-") as scratch:
         shape = {} if arguments.quick else SHAPE_500_MB
@@ -113,12 +160,25 @@ def main() -> None:
         models = [make_tiny_model(parent / str(seed), seed, "bfloat16", **shape) for seed in range(2)]
         nbytes = (models[0] / "model.safetensors").stat().st_size
         for kind in [arguments.engine] if arguments.engine else sorted(RANKS):
-            for ranks in [arguments.ranks] if arguments.ranks else [1, 2]:
-                if ranks <= len(cores):
-                    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores[:ranks]))
-                found = asyncio.run(measure(kind, ranks, models))
-                cells = [cell for one in found for cell in (f"{one / 1e6:,.0f}", f"{one / nbytes:.2f}")]
-                print(f"| {kind}, {ranks} | " + " | ".join(cells) + " |", flush=True)
+            for ranks in [] if arguments.hosts else [arguments.ranks] if arguments.ranks else [1, 2]:
+                _bind_ranks(ranks)
+                _print_row(f"{kind}, {ranks}", nbytes, *asyncio.run(measure(kind, ranks, models)))
+            if arguments.hosts or not arguments.ranks:
+                _bind_ranks(NODES)
+                for node, found in enumerate(asyncio.run(measure_hosts(kind, models))):
+                    _print_row(f"{kind}, {NODES} on {NODES} hosts, node {node}", nbytes, None, *found)
+
+
+def _bind_ranks(ranks: int) -> None:
+    """Gives each rank of an SGLang engine that starts from now on a core of its own, where there are enough."""
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks <= len(cores):
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores[:ranks]))
+
+
+def _print_row(what: str, nbytes: int, *found: int | None) -> None:
+    pairs = [("–", "–") if one is None else (f"{one / 1e6:,.0f}", f"{one / nbytes:.2f}") for one in found]
+    print(f"| {what} | " + " | ".join(cell for pair in pairs for cell in pair) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -145,13 +145,15 @@ def workers(
     weight_roots: tuple[str, ...] = (),
     verify: bool = True,
     metrics_port: int | None = None,
+    nodes: dict[str, Any] | None = None,
 ) -> None:
     """The real thing: worker processes as `rl-plane worker --engine fake --copies N` makes them. `verify` False: no
-    tensor that arrives is hashed."""
+    tensor that arrives is hashed. `nodes`: the NodeSettings of one node of an engine over several hosts."""
     import rl_plane.transports.ipc.in_place
     import rl_plane.transports.nixl.pull
     import rl_plane.weights.checkpoint
     import worker.receive.staging
+    from worker.nodes.node_settings import NodeSettings
     from worker.process import run
     from worker.worker_options import WorkerOptions
 
@@ -172,6 +174,7 @@ def workers(
             drain_s=0.0,
             weight_roots=tuple(map(Path, weight_roots)),
             metrics_port=metrics_port,
+            nodes=NodeSettings(**(nodes or {})),
         ),
         lambda instance_ids: ready({"instance_ids": instance_ids}),
     )

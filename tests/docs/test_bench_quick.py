@@ -242,6 +242,8 @@ def test_what_an_update_adds_to_host_memory() -> None:
     rows = [row.split(" | ") for row in printed("bench.host_memory", "--quick", "--ranks", "1").splitlines()[2:]]
     assert [row[0] for row in rows] == ["| sglang, 1", "| vllm, 1"]
     assert {len(row) for row in rows} == {7}
+    nodes = printed("bench.host_memory", "--quick", "--hosts", "--engine", "vllm").splitlines()[2:]
+    assert [row.split(" | ")[0] for row in nodes] == [f"| vllm, 2 on 2 hosts, node {rank}" for rank in (0, 1)]
 
 
 @pytest.mark.bench
