@@ -62,6 +62,16 @@ OWNERS_HEAD = (
     f"{RANKS} ranks ÷ 1 rank",
     f"limit with copies ({AIM:.2f})",
 )
+SHAPE_OF_OWNERS = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+"""The shape for `make_tiny_model`, 0.5 GB of float32: no tensor has more than 3 % of the bytes, as in a large model. So
+the shares are even, and one gathered tensor is small beside them."""
 KEEPS_COPIES = ("nixl",)
 """The transports whose owners keep copies of their shares. The others need two buckets, for any number of ranks."""
 HEAD = ("transport", "trainer MB", "÷ two buckets", "worker MB", "÷ two buckets and staging")
@@ -172,7 +182,7 @@ def owner_rows(quick: bool, only: str | None = None) -> Iterator[tuple[str, ...]
     lacking = set() if have_nixl() else {"nixl"}
     backends = [name for name in ("nixl", "gloo", "filesystem") if name not in lacking and only in (None, name)]
     with tempfile.TemporaryDirectory(prefix="rl-plane-bench-") as scratch:
-        model = make_tiny_model(Path(scratch) / "model", 0, "float32", **({} if quick else SHAPE_500_MB))
+        model = make_tiny_model(Path(scratch) / "model", 0, "float32", **({} if quick else SHAPE_OF_OWNERS))
         for backend in backends:
             with served(model) as worker:
                 one, many = (

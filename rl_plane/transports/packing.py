@@ -167,6 +167,7 @@ def fill(
             else:
                 copy_into(place, tensor)
                 unhashed.append(name)
+            del tensor  # before the next one is gathered
         yield number
         if digests is not None:
             digests.update((name, _hash(places[name], algorithm)) for name in unhashed)

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 MARGIN_S = 10.0
 """Seconds beyond the publisher's bound, so that its own error, which names the rank, comes first."""
 
+SLICE_BYTES = 1 << 24
+MIN_SLICE_BYTES = 1 << 18
+"""Gloo gathers into memory of its own, and copies from there. So the parts come in slices, of SLICE_BYTES for all ranks
+together. Each takes a round trip, so a rank's slice has at least MIN_SLICE_BYTES."""
+
 Check = Callable[[float, str], None]
 """`(since, what)`: raises if a rank has died, or if this rank has waited since `since` (monotonic) for too long."""
 Step = Callable[[], None]
@@ -92,13 +97,16 @@ class GatherGroup:
         whole = None
         if self.rank == owner:
             whole = torch.empty(self._ranks * slot_bytes, dtype=torch.uint8, device=part.device)
-        outputs = [] if whole is None else [list(whole.split(slot_bytes))]
+        slots = [] if whole is None else list(whole.split(slot_bytes))
+        step = max(MIN_SLICE_BYTES, SLICE_BYTES // self._ranks) if part.device.type == "cpu" else slot_bytes
         since = time.monotonic()
         try:
-            work = group.gather(outputs, [part.contiguous()], options)
-            while not _has_ended(work, part.device.type):
-                self.check(since, "a gather")
-            work.wait()
+            for start in range(0, slot_bytes, step):
+                outputs = [[slot[start : start + step] for slot in slots]] if slots else []
+                work = group.gather(outputs, [part[start : start + step].contiguous()], options)
+                while not _has_ended(work, part.device.type):
+                    self.check(since, "a gather")
+                work.wait()
         except RuntimeError as error:
             self.broken = True
             self._explain(since)
