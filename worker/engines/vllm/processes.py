@@ -23,6 +23,7 @@ from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
 from worker.engines.vllm.pooled_names import name_pooled
 from worker.nodes.head_link import HeadLink
 from worker.nodes.node_settings import NodeSettings
+from worker.receive.rank_agents.agent_server import belong_to_worker
 from worker.receive.rank_agents.ranks import check_rows
 
 T = TypeVar("T")
@@ -116,6 +117,7 @@ class VllmProcess(EngineProcess):
         from vllm.platforms import current_platform
         from vllm.triton_utils import HAS_TRITON
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.coordinator import DPCoordinatorProc
 
         if self.arguments.get("enable_return_routed_experts") and not HAS_TRITON:
             raise InvalidRequest(NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
@@ -158,6 +160,7 @@ class VllmProcess(EngineProcess):
         )
         if replicas > 1:
             _check_model(given, replicas)
+            DPCoordinatorProc.run_coordinator = run_coordinator
         here = Here(str(self.options.model.absolute()), str(directory), nodes.rank * ranks)
         with environment(directory, binding, self.options.deterministic, eager, here):
             if self._is_head:
@@ -193,6 +196,15 @@ class VllmProcess(EngineProcess):
             from vllm.v1.engine.exceptions import EngineDeadError
 
             self._engine.output_processor.propagate_error(EngineDeadError())
+
+
+def run_coordinator(**how: Any) -> None:
+    """The process that tells the replicas of each other. It loads no plugin of vLLM, so it would outlive a worker that
+    is killed."""
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    belong_to_worker()
+    DPCoordinatorProc.run_coordinator(**how)
 
 
 def _check_model(given: Any, replicas: int) -> None:
