@@ -57,7 +57,6 @@ OURS = {
 """Arguments that the adapter sets or can't work without, and what to do instead."""
 
 _GPU_ONLY: dict[str, tuple[Any, str]] = {
-    "enable_expert_parallel": (False, "vLLM's CPU kernel for experts reads past those of its own rank"),
     "pipeline_parallel_size": (1, "vLLM's CPU build fails at the first request of a second pipeline stage"),
 }
 """Argument → the only value that it may have on a CPU, and the reason."""
