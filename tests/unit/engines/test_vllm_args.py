@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rl_plane.errors import InvalidRequest
+from tests.support import experts_over_gloo
 from worker.engines.vllm.args import (
     CPU_KV_CACHE_BYTES,
     LORA_SLOTS,
     check_cpu,
-    check_lockstep,
+    check_experts,
     completed,
     thread_binding,
 )
@@ -86,9 +87,16 @@ def test_a_device_that_it_would_not_take_is_refused(device: str, on_cpu: bool, k
     assert caught.value.facts["fix"] == f"use {known}; CUDA_VISIBLE_DEVICES says which"
 
 
-def test_replicas_that_step_together_are_refused() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        check_lockstep(2, has_experts=True)
+@pytest.mark.engines("vllm")
+@pytest.mark.filterwarnings("ignore:::(torch|vllm)")  # theirs, not ours
+def test_replicas_that_can_not_share_their_experts_are_refused() -> None:
+    """vLLM's CPU build has no way to pass tokens among them."""
+    with pytest.raises(InvalidRequest, match="no all_gatherv for cpu") as caught:
+        check_experts(2, has_experts=True)
     assert caught.value.facts["field"] == "engine_arg.data_parallel_size"
-    check_lockstep(1, has_experts=True)
-    check_lockstep(2, has_experts=False)
+    assert caught.value.facts["fix"] == "run one worker for each replica"
+    check_experts(1, has_experts=True)
+    check_experts(2, has_experts=False)
+    with pytest.MonkeyPatch.context() as patched:
+        experts_over_gloo.put_in(patched.setattr)
+        check_experts(2, has_experts=True)

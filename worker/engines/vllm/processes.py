@@ -16,7 +16,7 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
 from worker.engines.common.replicas import check_replicas
-from worker.engines.vllm.args import check_cpu, check_lockstep, completed, thread_binding
+from worker.engines.vllm.args import check_cpu, check_experts, completed, thread_binding
 from worker.engines.vllm.here import HERE, Here
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
@@ -214,7 +214,7 @@ def _check_model(given: Any, replicas: int) -> None:
 
     def checked(*arguments: Any, **more: Any) -> Any:
         config = make(*arguments, **more)
-        check_lockstep(replicas, bool(config.model_config.is_moe))
+        check_experts(replicas, bool(config.model_config.is_moe))
         return config
 
     given.create_engine_config = checked
