@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,27 +82,17 @@ class MoeFleet:
         return path
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(("qwen", 1, ("vllm", "hf")), id="qwen-tp1"),
-        pytest.param(("glm", 2, ("vllm",)), id="glm-tp2"),
-        pytest.param(("glm", 1, ("vllm", "hf")), id="glm-tp1"),
-        pytest.param(("qwen", 2, ("vllm",)), id="qwen-tp2"),
-    ],
-)
-def fleet(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> Iterator[MoeFleet]:
-    model, tp, engines = request.param
-    if len(os.sched_getaffinity(0)) < tp:
+@contextmanager
+def moe_fleet(
+    plane: Plane, model: str, engines: tuple[str, ...], ranks: int, *, install: Callable[[Path], None], **more: Any
+) -> Iterator[MoeFleet]:
+    """`ranks`: of vLLM. `install`: puts a plugin for its processes into the directory. `more`: arguments of vLLM."""
+    if len(os.sched_getaffinity(0)) < ranks:
         pytest.skip("two ranks need two cores")
-    plane = make_plane()
     found = MoeFleet(plane, model, {})
-    arguments: dict[str, dict[str, Any]] = {
-        "vllm": {"max_lora_rank": 8, "max_model_len": 2048, "tensor_parallel_size": tp},
-        "hf": {},
-    }
+    arguments: dict[str, dict[str, Any]] = {"vllm": {"max_lora_rank": 8, "max_model_len": 2048, **more}, "hf": {}}
     with pytest.MonkeyPatch.context() as patched:
-        weight_faults.install(plane.tmp / "site")
+        install(plane.tmp / "site")
         patched.setenv("PYTHONPATH", str(plane.tmp / "site"), prepend=os.pathsep)
         started = {
             engine: plane.spawn(ready=False, engine=engine, model=found.base(1), **arguments[engine])
@@ -110,6 +101,23 @@ def fleet(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> It
         found.ids = {engine: one.wait_ready(START_S).instance_id for engine, one in started.items()}
         yield found
     plane.kill_all()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("qwen", 1, ("vllm", "hf"), {}), id="qwen-tp1"),
+        pytest.param(("glm", 2, ("vllm",), {"enable_expert_parallel": "true"}), id="glm-tp2-ep"),
+        pytest.param(("glm", 1, ("vllm", "hf"), {}), id="glm-tp1"),
+        pytest.param(("qwen", 2, ("vllm",), {}), id="qwen-tp2"),
+    ],
+)
+def fleet(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> Iterator[MoeFleet]:
+    model, tp, engines, more = request.param
+    with moe_fleet(
+        make_plane(), model, engines, tp, install=weight_faults.install, tensor_parallel_size=tp, **more
+    ) as found:
+        yield found
 
 
 @pytest_asyncio.fixture

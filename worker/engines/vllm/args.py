@@ -57,7 +57,6 @@ OURS = {
 """Arguments that the adapter sets or can't work without, and what to do instead."""
 
 _GPU_ONLY: dict[str, tuple[Any, str]] = {
-    "enable_expert_parallel": (False, "vLLM's CPU kernel for experts reads past those of its own rank"),
     "pipeline_parallel_size": (1, "vLLM's CPU build fails at the first request of a second pipeline stage"),
 }
 """Argument → the only value that it may have on a CPU, and the reason."""
@@ -163,14 +162,23 @@ def check_cpu(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def check_lockstep(replicas: int, has_experts: bool) -> None:
-    """Raises InvalidRequest for replicas that step together: what one does alone would wait for the others."""
-    if replicas > 1 and has_experts:
-        raise InvalidRequest(
-            "the replicas of a mixture of experts step together, which an update is not made safe for",
-            field="engine_arg.data_parallel_size",
-            fix="run one worker for each replica",
-        )
+def check_experts(replicas: int, has_experts: bool) -> None:
+    """Raises InvalidRequest for replicas of a mixture of experts where vLLM's build can't pass tokens among them."""
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    if replicas == 1 or not has_experts:
+        return
+    communicator = resolve_obj_by_qualname(current_platform.get_device_communicator_cls())
+    for name in ("all_gatherv", "reduce_scatterv"):
+        if getattr(communicator, name) is getattr(DeviceCommunicatorBase, name):
+            raise InvalidRequest(
+                f"the replicas of a mixture of experts compute its experts together, and vLLM has no {name} for "
+                f"{current_platform.device_type}",
+                field="engine_arg.data_parallel_size",
+                fix="run one worker for each replica",
+            )
 
 
 def thread_binding(ranks: int, cores: Collection[int] | None = None) -> str | None:

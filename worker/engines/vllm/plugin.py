@@ -21,12 +21,14 @@ def register() -> None:
     from worker.engines.vllm.draining import drain_preempted
     from worker.engines.vllm.dtypes import watch_loads
     from worker.engines.vllm.kept_kv import salt_requests
+    from worker.engines.vllm.lockstep import stop_together
     from worker.engines.vllm.text_form import bound_grammars, continue_grammars
     from worker.receive.rank_agents.agent_server import belong_to_worker
 
     belong_to_worker()
     _wake_without_a_step()
     drain_preempted()
+    stop_together()
     salt_requests()
     continue_grammars()
     bound_grammars()

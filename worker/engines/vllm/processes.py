@@ -16,13 +16,14 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
 from worker.engines.common.replicas import check_replicas
-from worker.engines.vllm.args import check_cpu, check_lockstep, completed, thread_binding
+from worker.engines.vllm.args import check_cpu, check_experts, completed, thread_binding
 from worker.engines.vllm.here import HERE, Here
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
 from worker.engines.vllm.pooled_names import name_pooled
 from worker.nodes.head_link import HeadLink
 from worker.nodes.node_settings import NodeSettings
+from worker.receive.rank_agents.agent_server import belong_to_worker
 from worker.receive.rank_agents.ranks import check_rows
 
 T = TypeVar("T")
@@ -116,6 +117,7 @@ class VllmProcess(EngineProcess):
         from vllm.platforms import current_platform
         from vllm.triton_utils import HAS_TRITON
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.coordinator import DPCoordinatorProc
 
         if self.arguments.get("enable_return_routed_experts") and not HAS_TRITON:
             raise InvalidRequest(NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
@@ -158,6 +160,7 @@ class VllmProcess(EngineProcess):
         )
         if replicas > 1:
             _check_model(given, replicas)
+            DPCoordinatorProc.run_coordinator = run_coordinator
         here = Here(str(self.options.model.absolute()), str(directory), nodes.rank * ranks)
         with environment(directory, binding, self.options.deterministic, eager, here):
             if self._is_head:
@@ -195,6 +198,15 @@ class VllmProcess(EngineProcess):
             self._engine.output_processor.propagate_error(EngineDeadError())
 
 
+def run_coordinator(**how: Any) -> None:
+    """The process that tells the replicas of each other. It loads no plugin of vLLM, so it would outlive a worker that
+    is killed."""
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    belong_to_worker()
+    DPCoordinatorProc.run_coordinator(**how)
+
+
 def _check_model(given: Any, replicas: int) -> None:
     """Refuses a model that replicas can't serve before any process starts. vLLM knows the model once it has made its
     config, inside `from_engine_args`."""
@@ -202,7 +214,7 @@ def _check_model(given: Any, replicas: int) -> None:
 
     def checked(*arguments: Any, **more: Any) -> Any:
         config = make(*arguments, **more)
-        check_lockstep(replicas, bool(config.model_config.is_moe))
+        check_experts(replicas, bool(config.model_config.is_moe))
         return config
 
     given.create_engine_config = checked

@@ -14,6 +14,7 @@ from worker.engines.capabilities import CheckScope
 from worker.engines.vllm.dtypes import dtypes_of_load
 from worker.engines.vllm.here import Here
 from worker.engines.vllm.holder import VllmHolder
+from worker.engines.vllm.lockstep import keep_adapters
 from worker.engines.vllm.logits import look_before_sampling
 from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.prompt_logprobs import score_prompts_by_token
@@ -37,6 +38,7 @@ class RankExtension:
             holder = VllmHolder(Path(here.model), directory, self.model_runner, writes, dtypes_of_load())
             self.rl_plane_holder = holder
             methods = holder.agent_methods(directory, number) | _methods(holder)
+            keep_adapters(self.model_runner)
             # With the second model runner the adapter refuses such requests.
             if self.model_runner.lora_config and not self.model_runner.vllm_config.use_v2_model_runner:
                 score_prompts_by_token(self.model_runner)

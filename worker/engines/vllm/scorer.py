@@ -1,6 +1,7 @@
 """Scores by vLLM: requests for prompt logprobs that its scheduler runs by themselves, while all others stand still.
 
-A score is one call to the process of the scheduler, which handles no other call meanwhile.
+A score is one call to the process of the scheduler, which handles no other call meanwhile. Every replica scores the
+same sequences at once. Replicas that step together also do so here, however many steps each needs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from worker.engines.vllm.lockstep import all_or_none, anywhere, end_step
 from worker.engines.vllm.lora_requests import lora_request
 
 METHOD = "rl_plane_score"
@@ -22,7 +24,7 @@ _numbers = itertools.count(1)
 
 def score_in_core(core: Any, sequences: Any, adapter: Any) -> list[list[float]] | None:
     """A method of vLLM's EngineCore. `adapter`: its number and path. The engine is paused by `keep`. Running requests
-    keep their KV. None: it leaves no room for the sequences."""
+    keep their KV. None: here, or in a replica that steps with this one, they leave no room for the sequences."""
     from vllm.v1.core.sched.interface import PauseState
 
     scheduler = core.scheduler
@@ -30,11 +32,15 @@ def score_in_core(core: Any, sequences: Any, adapter: Any) -> list[list[float]] 
         raise RuntimeError("vLLM scores only while it is paused")
     # vLLM's second model runner has a place for each running request, also for one that is not in the step.
     places = scheduler.max_num_running_reqs - len(scheduler.running)
-    if places < 1 or scheduler.kv_holding_waiting or not _has_blocks(scheduler, max(map(len, sequences))):
+    full = places < 1 or scheduler.kv_holding_waiting or not _has_blocks(scheduler, max(map(len, sequences)))
+    if anywhere(core, bool(full)):
         return None
-    with _all_aside(scheduler):
+    with _all_aside(scheduler), all_or_none(core):
         batches = [sequences[start : start + places] for start in range(0, len(sequences), places)]
-        return [row for batch in batches for row in _score(core, batch, adapter)]
+        rows = [row for batch in batches for row in _score(core, batch, adapter)]
+        while end_step(core, executed=False, busy=False):
+            pass
+    return rows
 
 
 def _has_blocks(scheduler: Any, tokens: int) -> bool:
@@ -107,6 +113,7 @@ def _run(core: Any, keys: list[str]) -> list[list[float]]:
     while left:
         outputs, executed = core.step_fn()
         core.post_step(executed)
+        end_step(core, executed=executed, busy=True)
         for output in [output for group in (outputs or {}).values() for output in group.outputs]:
             if output.new_prompt_logprobs_tensors is not None:
                 scores[output.request_id] += output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()

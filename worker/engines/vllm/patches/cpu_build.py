@@ -22,8 +22,10 @@ def poll_politely() -> None:
 
 
 def correct_experts() -> None:
-    """Makes fused experts right after a reload, and lets a mixture of experts start with LoRA."""
+    """Makes fused experts right after a reload, with expert parallelism too, and lets a mixture of experts start with
+    LoRA."""
     _pack_reloaded_experts()
+    _compute_own_experts()
     _keep_experts_on_the_cpu_kernel()
     _adapt_no_experts()
 
@@ -47,6 +49,36 @@ def _pack_reloaded_experts() -> None:
             method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     UnquantizedFusedMoEMethod._setup_kernel = set_up_kernel
+
+
+def _compute_own_experts() -> None:
+    """Makes a rank compute its own experts only, as expert parallelism wants.
+
+    vLLM's CPU kernels take the number of an expert among all ranks for its place in this rank, and read past the end
+    of the weights. Here they get the place, and the weight 0 for experts of other ranks.
+    """
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+
+    def own(really: Any) -> Any:
+        def apply(experts: Any, **given: Any) -> None:
+            places, others = given["expert_map"], None
+            if places is not None:
+                chosen = places[given["topk_ids"].long()].to(given["topk_ids"].dtype)
+                others = chosen < 0
+                weights = given["topk_weights"].masked_fill(others, 0)
+                given |= {"topk_ids": chosen.clamp(min=0), "topk_weights": weights, "expert_map": None}
+            really(experts, **given)
+            # Then the kernel takes no weights, and a token has one expert.
+            if others is not None and given["apply_router_weight_on_input"]:
+                given["output"].masked_fill_(others, 0)
+
+        return apply
+
+    kinds: list[Any] = [kind for kind in vars(cpu_moe).values() if isinstance(kind, type)]
+    for kind in kinds:
+        if issubclass(kind, FusedMoEExperts) and "apply" in vars(kind):
+            kind.apply = own(kind.apply)
 
 
 def _keep_experts_on_the_cpu_kernel() -> None:
