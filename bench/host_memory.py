@@ -149,9 +149,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.host_memory", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model: to see that it runs")
     parser.add_argument("--engine", choices=sorted(RANKS), help="one engine")
-    parser.add_argument("--ranks", type=int, help="one number of ranks")
-    parser.add_argument("--hosts", action="store_true", help="only two ranks on two nodes")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--ranks", type=int, help="one number of ranks")
+    which.add_argument("--hosts", action="store_true", help="only two ranks on two nodes")
     arguments = parser.parse_args()
+    numbers = [arguments.ranks] if arguments.ranks else [1, 2]
+    if arguments.hosts:
+        numbers = []
     print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|")
     with tempfile.TemporaryDirectory(prefix="rl-plane-bench-") as scratch:
         shape = {} if arguments.quick else SHAPE_500_MB
@@ -160,10 +164,10 @@ def main() -> None:
         models = [make_tiny_model(parent / str(seed), seed, "bfloat16", **shape) for seed in range(2)]
         nbytes = (models[0] / "model.safetensors").stat().st_size
         for kind in [arguments.engine] if arguments.engine else sorted(RANKS):
-            for ranks in [] if arguments.hosts else [arguments.ranks] if arguments.ranks else [1, 2]:
+            for ranks in numbers:
                 _bind_ranks(ranks)
                 _print_row(f"{kind}, {ranks}", nbytes, *asyncio.run(measure(kind, ranks, models)))
-            if arguments.hosts or not arguments.ranks:
+            if not arguments.ranks:
                 _bind_ranks(NODES)
                 for node, found in enumerate(asyncio.run(measure_hosts(kind, models))):
                     _print_row(f"{kind}, {NODES} on {NODES} hosts, node {node}", nbytes, None, *found)

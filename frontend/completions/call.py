@@ -45,7 +45,7 @@ DONE = b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class CallsRead:
-    """A choice that has ended may be sent: its calls are read."""
+    """The calls of a choice that has ended have been read, so it may be sent."""
 
 
 Arrival = Event | CallsRead
@@ -111,7 +111,7 @@ class GenerationCall:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         plan, begun = self._plan, False
         ends: dict[int, tuple[GenerateDelta, int]] = {}
-        """The last delta of each choice whose calls are read now, and where its text begins."""
+        """The last delta of each choice whose calls are being read, and where its text begins."""
         self._span = begin_call(plan, self._parent)
         try:
             async with self._service.counted(plan, self._on_end):
@@ -171,7 +171,7 @@ class GenerationCall:
         return model
 
     def _may_call(self, choice: Choice) -> bool:
-        """True if the caller wants the calls of this choice, which has ended."""
+        """True if the choice has ended and the caller wants its calls."""
         return self._plan.auto_tools is not None and choice.finish_reason == "stop"
 
     async def _read_calls(self, choice: Choice) -> CallsRead:
@@ -227,9 +227,9 @@ class GenerationCall:
         return _without_tokens(events) if plan.scores_only else events
 
     async def _merged_events(self, indices: Collection[int]) -> AsyncGenerator[tuple[int, Arrival], None]:
-        """The events of several choices, each of which has a task of its own, and then another one that reads its
-        calls. A single choice needs neither the tasks nor the queue. Tokens that waited in the queue for a slow reader
-        are held to their demands again."""
+        """The events of several choices, each of which has a task of its own. Where it may have calls, another task
+        then reads them; if that fails, the other choices end first. A single choice needs neither the tasks nor the
+        queue. Tokens that waited in the queue for a slow reader are held to their demands again."""
         queue: asyncio.Queue[tuple[int, Arrival | Exception | None]] = asyncio.Queue(EVENTS_QUEUE)
 
         async def one(index: int) -> None:
@@ -242,15 +242,20 @@ class GenerationCall:
                 last = error
             await queue.put((index, last))
 
+        unread: list[Exception] = []
+
         async def read(index: int) -> None:
+            last: CallsRead | None = None
             try:
-                last: CallsRead | Exception = await self._read_calls(self._choices[index])
+                last = await self._read_calls(self._choices[index])
             except Exception as error:
-                last = error
+                if isinstance(error, PlaneError):
+                    self._name_choice(error, index)
+                unread.append(error)
             await queue.put((index, last))
 
         tasks = {index: asyncio.create_task(one(index)) for index in indices}
-        left = set(tasks)
+        left, reading = set(tasks), set[int]()
         try:
             while left:
                 index, event = await queue.get()
@@ -261,7 +266,8 @@ class GenerationCall:
                         self._name_choice(event, index)
                     raise event
                 if event is None:
-                    if self._may_call(self._choices[index]):
+                    if index not in reading and self._may_call(self._choices[index]):
+                        reading.add(index)
                         tasks[index] = asyncio.create_task(read(index))
                     else:
                         left.remove(index)
@@ -277,6 +283,8 @@ class GenerationCall:
                     yield index, GenerateDelta(token_ids=[], finish_reason="abort", prompt_token_ids=prompt)
                     continue
                 yield index, event
+            if unread:
+                raise unread[0]
         finally:
             for task in tasks.values():
                 task.cancel()

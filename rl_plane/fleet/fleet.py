@@ -76,9 +76,9 @@ READY_POLL_S = 0.2
 """Seconds between two looks of `ready`. Workers become ready within seconds, so a faster look gains nothing."""
 FRONTENDS_S = 2.0
 """Seconds for a frontend's answer. A running frontend answers within milliseconds; a stopped one never does."""
-FORM_CHECK_S = 60.0
-"""Seconds in which every worker says that it can join a group. For its first group it imports torch, which takes long
-from a slow disk."""
+FORM_CHECK_S = 30.0
+"""Seconds in which every worker says that it can join a group: half of the time that a trainer waits for the first one.
+For its first group a worker may import torch, which takes long from a slow disk."""
 FORM_WAIT_S = FORM_CHECK_S + JOIN_TORCH_S + FORM_MARGIN_S
 """Seconds to wait for the lock to form a trainer's own group. A trainer forms one group for each stage of its pipeline
 side by side, and the group before may take this long."""

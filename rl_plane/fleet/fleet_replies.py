@@ -187,6 +187,12 @@ def group_places(snapshot: Snapshot, body: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidRequest(
                 f"{name} is given, but each worker's place follows from the fleet", field=name, fix="leave it out"
             )
+    if "check_only" in body:
+        raise InvalidRequest(
+            "check_only is the plane's own question to the workers before they join",
+            field="check_only",
+            fix="leave it out",
+        )
     if body.get("world_size", size) != size:
         raise InvalidRequest(
             f"world_size is {body['world_size']!r}; the trainer and "

@@ -23,6 +23,7 @@ from frontend.main import Frontend
 from frontend.routing.engine_client import Event
 from frontend.routing.fleet_status import FleetStatus
 from frontend.server.options import FrontendOptions
+from rl_plane.errors import Overloaded
 from rl_plane.protocol.generation import GATHER_S, MAX_PROMPT_LOGPROBS, GenerateDelta
 from rl_plane.protocol.subjects import RECORD, Subjects
 from tests.support.faulty_bus import BusFaults
@@ -62,8 +63,9 @@ fake.FakeEngine.generate = lying
 # ---- what comes back ----
 
 
+@pytest.mark.parametrize("fails", [False, True])
 async def test_a_choice_whose_calls_are_read_does_not_hold_up_the_others(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     plane.spawn()
     reading, go = asyncio.Event(), asyncio.Event()
@@ -75,6 +77,8 @@ async def test_a_choice_whose_calls_are_read_does_not_hold_up_the_others(
 
     async def calls_of(*_: Any) -> tuple[str, list[dict[str, Any]]]:
         reading.set()
+        if fails:
+            raise Overloaded("no reader is free")
         await go.wait()
         return "", [call]
 
@@ -99,12 +103,15 @@ async def test_a_choice_whose_calls_are_read_does_not_hold_up_the_others(
             async for event in asked.stream():
                 if event == b"[DONE]":
                     break
-                (choice,) = json.loads(event)["choices"]
+                if "error" in (body := json.loads(event)):
+                    said.append((0, body["error"]["message"]))
+                    break
+                (choice,) = body["choices"]
                 said.append((choice["index"], choice["finish_reason"]))
                 if said[-1] == (1, "length"):
                     go.set()
-    assert said == [(1, None), (1, "length"), (0, "tool_calls")]
-    assert choice["delta"]["tool_calls"] == [{"index": 0, **call}]
+    assert said == [(1, None), (1, "length"), (0, "no reader is free" if fails else "tool_calls")]
+    assert fails or choice["delta"]["tool_calls"] == [{"index": 0, **call}]
 
 
 async def test_a_reply_that_is_sent_at_its_end_takes_few_messages(plane: Plane, http: httpx.AsyncClient) -> None:

@@ -64,9 +64,9 @@ yet."""
 LOOK_S = 1.0
 """Seconds that a node has for an answer when ranks have ended, perhaps because it has."""
 
-LOOK_AGAIN_S = 0.25
+LOOK_AGAIN_S = 0.5
 """Seconds between two questions of one look. A question that reaches a node in its last moment has no answer. To the
-next one NATS answers that nobody listens."""
+next one NATS answers that nobody listens, which counts when it has said so three times, 0.1 s apart."""
 
 FAREWELL_S = 2.0
 """Seconds that the news of this node's end may take."""

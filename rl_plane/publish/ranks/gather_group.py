@@ -97,6 +97,8 @@ class GatherGroup:
         whole = None
         if self.rank == owner:
             whole = torch.empty(self._ranks * slot_bytes, dtype=torch.uint8, device=part.device)
+        if not slot_bytes:
+            return whole
         slots = [] if whole is None else list(whole.split(slot_bytes))
         step = max(MIN_SLICE_BYTES, SLICE_BYTES // self._ranks) if part.device.type == "cpu" else slot_bytes
         since = time.monotonic()

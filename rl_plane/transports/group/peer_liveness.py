@@ -31,7 +31,6 @@ CONNECT_AGAIN_S = 0.1
 WATCH_S = 1.0
 """`watch` ends at most so many seconds after its condition."""
 STORE_SILENT = "the trainer's store does not answer"
-LIFELINES_SILENT = "the trainer's lifelines do not answer"
 MAX_REASON_BYTES = 4096
 MAX_RANK_CHARS = len(str(MAX_WORLD_SIZE))
 HELLO_S = 5.0
@@ -98,7 +97,7 @@ class PeerLiveness:
         if place.lifeline_port is None:
             return None
         address = (place.master_address, place.lifeline_port)
-        line = connected(address, "lifeline_port", LIFELINES_SILENT)
+        line = connected(address, "lifeline_port", "the trainer's lifelines do not answer")
         try:
             line.sendall(hello(place.secret, place.group, place.rank))
         except OSError as error:
@@ -230,12 +229,11 @@ def connected(address: tuple[str, int], field: str, what: str) -> socket.socket:
 
 
 def check_reach(place: Place) -> None:
-    """Raises InvalidRequest if a trainer of form plane, which listens before its workers come, can't be reached."""
+    """Raises InvalidRequest if the store of a trainer of form plane, which listens before its workers come, can't be
+    reached. The trainer's lifelines are not asked: it takes their connections only once a worker joins."""
     if place.form == "torch":
         return
     connected((place.master_address, place.master_port), "master_port", STORE_SILENT).close()
-    if place.lifeline_port is not None:
-        connected((place.master_address, place.lifeline_port), "lifeline_port", LIFELINES_SILENT).close()
 
 
 def _connected_within(address: tuple[str, int], timeout_s: float) -> socket.socket:

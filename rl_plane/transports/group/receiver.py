@@ -81,14 +81,14 @@ class GroupTransport(GroupedTransport):
         import_torch()
         joined = [Place.of_worker(one, self.backend, self._devices) for one in _each_share(config)]
         places = [place for place, *_ in joined]
-        if self._is_in(places):
-            return
-        self._check(places)
         if config.get("check_only"):
+            if not self._is_in(places):
+                self._check(places)
             return
         with self._forming:
-            if self._is_in(places):  # since another call has ended
+            if self._is_in(places):
                 return
+            self._check(places)
             if places[0].form == "torch":
                 self._form_own(places[0], joined[0][1:])
                 return

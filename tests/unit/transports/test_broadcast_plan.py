@@ -141,6 +141,7 @@ def test_each_worker_has_its_place_behind_the_trainers() -> None:
         ({"world_size": 7}, "world_size"),
         ({"rank_offset": 0}, "rank_offset"),
         ({"rank_offsets": {}}, "rank_offsets"),
+        ({"check_only": True}, "check_only"),
         ({"fleet_ranks": 6}, "fleet_ranks"),
     ):
         with pytest.raises(InvalidRequest) as refused:

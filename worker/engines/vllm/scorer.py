@@ -83,7 +83,9 @@ def _score(core: Any, sequences: list[list[int]], adapter: Any) -> list[list[flo
     keys = [f"rl-plane-score-{next(_numbers)}" for _ in sequences]
     try:
         for key, sequence in zip(keys, sequences, strict=True):
-            core.add_request(*core.preprocess_add_request(_request(key, sequence, adapter)))
+            request, _ = core.preprocess_add_request(_request(key, sequence, adapter))
+            # Of another wave it would make replicas that step together begin to step when the score is over.
+            core.add_request(request, getattr(core, "current_wave", 0))
         return _run(core, keys)
     finally:
         core.scheduler.finish_requests(keys, RequestStatus.FINISHED_ABORTED)  # an error may have left some

@@ -52,10 +52,11 @@ def _pack_reloaded_experts() -> None:
 
 
 def _compute_own_experts() -> None:
-    """Makes a rank compute its own experts only, as expert parallelism wants.
+    """Makes a rank take its own experts only, as expert parallelism wants.
 
     vLLM's CPU kernels take the number of an expert among all ranks for its place in this rank, and read past the end
-    of the weights. Here they get the place, and the weight 0 for experts of other ranks.
+    of the weights. Here they get the place. For an expert of another rank they compute this rank's first expert, which
+    counts with the weight 0.
     """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
