@@ -201,7 +201,7 @@ def test_vllms_arguments(written: Callable[[str], Path]) -> None:
 @pytest.mark.engines("sglang")
 @THEIRS
 def test_sglangs_arguments(written: Callable[[str], Path]) -> None:
-    from worker.engines.sglang.args import WITH_LORA, parse_arguments
+    from worker.engines.sglang.args import WITH_LORA, check_cpu, parse_arguments
 
     file = written(
         """
@@ -224,6 +224,10 @@ def test_sglangs_arguments(written: Callable[[str], Path]) -> None:
     }
     assert set(values["lora_target_modules"]) == {"q_proj", "k_proj"}
     assert parse_arguments(EngineArguments({"tp_size": "4"}, file).texts)["tp_size"] == 4
+    check_cpu(values)
+    with pytest.raises(InvalidRequest, match="CPU kernels") as caught:
+        check_cpu(parse_arguments({"expert_parallel_size": "2"}))
+    assert caught.value.facts["field"] == "engine_arg.ep_size"
     bad = {
         "speed: 3": "no argument",
         "tensor-parallel-size: two": "is not int",

@@ -101,6 +101,16 @@ def parse_arguments(extra: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
+def check_cpu(arguments: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for what SGLang's CPU build can't run."""
+    if arguments.get("ep_size", 1) != 1:
+        raise InvalidRequest(
+            "SGLang's CPU kernels for experts read at the place -1 for those of another rank",
+            field="engine_arg.ep_size",
+            fix="leave it out: with tp_size alone each rank has a part of every expert",
+        )
+
+
 def _other_names(annotated: Any) -> list[str]:
     """The names that SGLang's command line has for a field: `tensor_parallel_size` for `tp_size`."""
     _, details = _parts(annotated)

@@ -24,7 +24,7 @@ from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
 from worker.engines.common.replicas import check_replicas
 from worker.engines.common.shared_names import shared_names
-from worker.engines.sglang.args import ON_CPU
+from worker.engines.sglang.args import ON_CPU, check_cpu
 from worker.engines.sglang.plugin import MARK, METHOD, child_failed
 from worker.engines.sglang.streams import FIRST_KEY
 from worker.receive.rank_agents.ranks import check_rows
@@ -208,7 +208,10 @@ class SglangProcess(EngineProcess):
             def shutdown(self) -> None:
                 """SGLang calls it at the end of the process, and ends every child. Our `end` has done that already."""
 
-        arguments: dict[str, Any] = dict(ON_CPU) if self.device == "cpu" else {}
+        arguments: dict[str, Any] = {}
+        if self.device == "cpu":
+            check_cpu(self.arguments)
+            arguments |= ON_CPU
         arguments |= self.arguments
         check_replicas(
             self.replicas, 1 if self.options.nodes is None else self.options.nodes.settings.count, "dp_size"
