@@ -42,10 +42,11 @@ __all__ = ["pool"]
 @pytest.fixture
 def cuda() -> Iterator[HostCuda]:
     gc.collect()  # what earlier tests have left
-    open_before = sorted(os.listdir("/proc/self/fd"))
+    open_before = set(os.listdir("/proc/self/fd"))
     yield HostCuda()
     gc.collect()  # tensors in the traceback of an expected error
-    assert sorted(os.listdir("/proc/self/fd")) == open_before
+    # Threads that earlier tests have left may close some meanwhile.
+    assert set(os.listdir("/proc/self/fd")) <= open_before
 
 
 def tensors(seed: int = 1) -> dict[str, Any]:
