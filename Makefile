@@ -67,7 +67,7 @@ test-bench: engines
 	$(PYTEST) -m bench
 
 test-fast: lint
-	$(BESIDE) -n 4 -m 'not engines and not slow'
+	$(BESIDE) -n 5 -m 'not engines and not slow'
 	@echo 'Left out: the tests of vLLM, SGLang and most of hf, and the slow ones (kill matrix, simulation, docs, …). make test has all.'
 
 lint: setup

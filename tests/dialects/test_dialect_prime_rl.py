@@ -17,6 +17,8 @@ __all__ = ["http"]
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 
 async def label_of(http: httpx.AsyncClient) -> str:
     reply = fine(await http.get("/v1/rl/weight_version"))

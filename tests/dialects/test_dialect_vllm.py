@@ -22,6 +22,8 @@ from worker.receive.staging import model_digest
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 
 @pytest_asyncio.fixture
 async def http(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
@@ -419,8 +421,6 @@ async def test_a_finish_by_way_of_another_frontend_is_of_the_update_that_waits(
         assert await served(http) == [(True, "step_2")] * 3
 
 
-@pytest.mark.slow
-@pytest.mark.parallel
 async def test_a_finish_that_finds_the_fleet_taken_waits_and_one_that_finds_it_gone_says_so(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,8 @@ from tests.support.update_checks import check_updates, reset, until_all_serve
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 START_S = 120.0
 ENDLESS = 4000
 """More tokens than the slow fake engine makes meanwhile."""

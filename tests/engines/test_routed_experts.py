@@ -29,6 +29,8 @@ from worker.generation_service import MAX_ROUTED_ALONE, MAX_ROUTED_BESIDE, _in_p
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 START_S = 240.0
 PROMPT = list(range(3, 60))
 """More than a block of a cache: the second request finds some of it there."""
@@ -191,8 +193,6 @@ async def every_route(http: httpx.AsyncClient, model: Path, instance_id: str) ->
     assert "routed_experts" not in plain["choices"][0]
 
 
-@pytest.mark.slow
-@pytest.mark.parallel
 async def test_hf_tells_them_on_every_route(plane: Plane, http: httpx.AsyncClient, model: Path) -> None:
     (worker,) = await spawned(plane, model, {"engine": "hf", "max_batch_tokens": 40})
     await every_route(http, model, worker.instance_id)

@@ -22,6 +22,8 @@ from tests.conftest import Plane, stop_process
 from tests.support.frontend_here import started
 from tests.support.plain_client import plain_client
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 BOUND_S = 30.0
 TRAINER = """
 import json, sys

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 TYPED = {"engine_failed", "worker_lost", "unlabelled", "not_admitted"}
 DELTA: dict[str, Any] = {"token_ids": [7], "spans": [], "finish_reason": None}
 BAD_MESSAGES: dict[str, Any] = {

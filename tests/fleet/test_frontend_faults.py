@@ -43,6 +43,8 @@ __all__ = ["http"]
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 
 # ---- workers that die, callers that leave ----
 
@@ -328,8 +330,6 @@ async def until_leaving(http: httpx.AsyncClient) -> httpx.Response:
     return reply
 
 
-@pytest.mark.slow
-@pytest.mark.parallel
 async def test_sigterm_lets_what_is_under_way_end(plane: Plane) -> None:
     plane.spawn(token_delay_s=0.05)
     body = {"prompt_token_ids": PROMPT, "max_tokens": 120, "stream": True, "return_token_ids": True}
@@ -378,8 +378,6 @@ async def test_requests_that_outlast_the_drain_time_return_their_tokens_so_far(p
             assert await process.wait() == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parallel
 async def test_a_rollout_outlives_a_frontend_that_is_killed(plane: Plane) -> None:
     """Requests fail like broken connections until there is another frontend."""
     worker = plane.spawn()
@@ -450,8 +448,6 @@ async def test_a_hung_worker_before_its_first_token_costs_a_wait_only(
 # ---- frontends that stand still ----
 
 
-@pytest.mark.slow
-@pytest.mark.parallel
 async def test_a_frozen_frontend_is_waited_for_and_never_serves_what_was_replaced(plane: Plane) -> None:
     plane.spawn()
     code = """

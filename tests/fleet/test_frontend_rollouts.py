@@ -35,6 +35,8 @@ __all__ = ["http"]
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 
 async def by_whom(http: httpx.AsyncClient, **headers: str) -> str:
     response = await http.post("/v1/completions", json={"prompt_token_ids": PROMPT}, headers=headers)

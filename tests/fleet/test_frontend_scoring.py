@@ -15,6 +15,8 @@ __all__ = ["http"]
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 VLLM, SGLANG = "/inference/v1/generate", "/generate"
 TEXTS = [f" t{token}" for token in PROMPT]
 

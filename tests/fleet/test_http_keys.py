@@ -27,6 +27,8 @@ from tests.support.frontend_here import started
 from tests.support.key_files import write_keys
 from tests.support.plain_client import plain_client
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 BOUND_S = 30.0
 PAGE = Path(__file__).parents[2] / "docs" / "security-http.md"
 BEGIN, END = "<!-- routes by role: begin -->", "<!-- routes by role: end -->"

@@ -20,6 +20,8 @@ from rl_plane.protocol.subjects import LOCK, KeyValueBucket
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 _HOLDER = """
 import asyncio, sys
 from rl_plane.bus.lock import LockTimings

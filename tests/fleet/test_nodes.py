@@ -27,6 +27,8 @@ from worker.nodes.node_part import NodePart
 from worker.nodes.node_settings import NodeSettings
 from worker.nodes.spanning_client import SpanningClient
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 BOUND_S = 30.0
 HANG_S = 2.0
 INSTANCE = "0123456789abcdef"

@@ -22,6 +22,8 @@ from tests.conftest import Plane
 from tests.support.frontend_here import started
 from tests.support.plain_client import plain_client
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 EVIL = {"Referer": "https://evil.example/", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
 BOUND_S = 60.0
 

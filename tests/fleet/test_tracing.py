@@ -33,6 +33,8 @@ from tests.support.trace_picture import picture
 from tests.support.traced_fleet import TracedFleet, check_tree, each, fresh, one
 from worker.engines.fake.adapter import make_fake_model
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 ENDED_S = 20.0
 """Far below the sum of the drains, and far above what a loaded machine needs."""
 SCREENSHOTS = "RL_PLANE_SCREENSHOTS"

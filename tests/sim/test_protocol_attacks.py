@@ -26,6 +26,8 @@ from tests.sim.world import Coordinator, World
 from worker.receive.staging import model_digest
 from worker.reconcile.instructions import CoordinatedUpdate
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 UP_S = 3.0
 """Virtual seconds until the fleet has started."""
 REST_S = 60.0

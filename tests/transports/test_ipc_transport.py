@@ -63,6 +63,8 @@ __all__ = ["pool", "trainer_of"]
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 if sys.platform != "linux":
     pytest.skip("memfd_create and abstract sockets", allow_module_level=True)
 
@@ -616,7 +618,6 @@ PROMPT = [5, 6, 7]
 LOAD = {"target": {"kind": "lora", "op": "load", "name": "a"}}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_hf(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
     from tests.support.hf_fleet import Witnesses, chain

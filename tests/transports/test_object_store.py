@@ -46,6 +46,8 @@ __all__ = ["publisher"]
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 HEAL_S = 30.0
 STALL_S = 1.0
 """In workers of tests in which the trainer stands still on purpose."""

@@ -12,6 +12,8 @@ import pytest
 from rl_plane.transports.group.torch_group import TORCH_LIBRARY
 from tests.support.started_command import READY_S
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 AT_ONCE = """
 import sys, threading, time
 from rl_plane.transports.group.torch_group import import_torch

@@ -38,6 +38,8 @@ from rl_plane.transports.group.torch_group import (
 from rl_plane.weights.manifest import Manifest, pack
 from tests.support.listeners import listeners
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 BOUND_S = 10.0
 PLACE = Place("gloo", "g", "127.0.0.1", 1, world_size=2, rank=1)
 

@@ -30,6 +30,8 @@ from worker.engines.common.process_watch import (
 )
 from worker.engines.sglang.processes import SglangProcess
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 BOUND_S = 30.0
 
 
