@@ -24,7 +24,7 @@ from tests.kill.held import RECEIVE
 from worker.exit_codes import ENGINE_DEAD
 
 SERVED_S = 20.0
-"""The bound in seconds until each client gets tokens again."""
+"""The bound in seconds until each client gets tokens again, and until a worker that has lost a node has ended."""
 OUTAGE_S = SERVING_LEASE_S + LEASE_MARGIN_S + 1.5
 """The seconds that a nats-server stays stopped: longer than every lease and than what clients take for a slow
 answer."""
@@ -56,8 +56,7 @@ ENGINE_POINTS = (
 """The points of an update at which a vLLM or SGLang worker has something to lose."""
 
 SWAPPED = ("commit_update.after", "open.before")
-"""The points at which all nodes of a worker have the new weights. Its head may still answer that it serves them, if it
-has not noticed yet that another node is lost. Then it serves no request, and ends."""
+"""The points at which all nodes of a worker have the new weights."""
 
 KILL_MARKS = [
     pytest.mark.skipif(sys.platform != "linux", reason="relies on PR_SET_PDEATHSIG"),
@@ -136,6 +135,7 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
     victim = {"worker": place, "engine": place, "coordinator": coordinator, "nats": "nats"}[case.victim]
     fleet.note(f"== {case}: {victim} at sequence {before['sequence']}, held {held}, {coordinator}, {policy}")
 
+    fleet.ended.clear()
     fleet.hold(case.held_at, held, key)
     update = None
     fleet.rollouts.rolling = "barrier" in policy
@@ -152,6 +152,8 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
         fleet.note(f"{told}; at last: {answer}")
         if case.fault == "kill":
             await fleet.gone()
+            if case.on_node:
+                await _head_ended(fleet, worker)
         after = (await fleet.whole())["version"]
     finally:
         fleet.release()
@@ -255,6 +257,15 @@ async def _strike(
     return answer if answer.clear else await repeat()
 
 
+async def _head_ended(fleet: RealFleet, worker: str) -> None:
+    """Waits until the head of a worker that has lost its second node has ended because of that."""
+    give_up = time.monotonic() + SERVED_S
+    while worker not in fleet.ended:
+        check(time.monotonic() < give_up, f"{worker} has lost a node, and runs after {SERVED_S:g} s")
+        await asyncio.sleep(POLL_S)
+    check(fleet.ended[worker] == ENGINE_DEAD, f"{worker} has lost a node, and ended with {fleet.ended[worker]}")
+
+
 async def _check_outcome(
     fleet: RealFleet,
     case: Case,
@@ -276,6 +287,7 @@ async def _check_outcome(
     check(not (moved and first.code == "update_aborted"), f"called undone, and committed: {words}")
     if case.decided:
         check(moved == 1 and last.status == 200, f"the decision does not stand: {words}")
+        # The head of a worker that has swapped may answer before it notices that its second node is lost.
         if case.victim == "worker" and not (case.on_node and case.point in SWAPPED):
             _check_left_out(worker, last)
     elif case.decided is False and case.victim == "worker":

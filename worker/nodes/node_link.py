@@ -65,8 +65,8 @@ LOOK_S = 1.0
 """Seconds that a node has for an answer when ranks have ended, perhaps because it has."""
 
 LOOK_AGAIN_S = 0.5
-"""Seconds between two questions of one look. A question that reaches a node in its last moment has no answer. To the
-next one NATS answers that nobody listens, which counts when it has said so three times, 0.1 s apart."""
+"""Seconds between two questions of one look. A node that is just ending may take a question and not answer it. The next
+question is answered by NATS: nobody listens. NATS must say so three times, 0.1 s apart, before it counts."""
 
 FAREWELL_S = 2.0
 """Seconds that the news of this node's end may take."""

@@ -589,9 +589,9 @@ def test_a_check_refuses_what_a_rank_can_not_join_and_joins_nothing(
     }
     here |= {"rank_offset": 1, "check_only": True}
     with socket.create_server(("127.0.0.1", 0)) as gone:
-        nobody = gone.getsockname()[1]
+        unused_port = gone.getsockname()[1]
     for wrong, field in (
-        ({"master_port": nobody}, "master_port"),
+        ({"master_port": unused_port}, "master_port"),
         ({"rank_offset": 2}, "rank_offset"),
         ({"form": "torch", "fleet_ranks": 1}, "group"),
     ):
@@ -605,7 +605,7 @@ def test_a_check_refuses_what_a_rank_can_not_join_and_joins_nothing(
 
 
 def test_a_rank_that_is_in_a_group_already_does_not_look_for_its_trainer(formed: Formed) -> None:
-    """The answer to the call was lost, and the trainer's store lets nobody in once the group is formed."""
+    """As when the answer to the first call was lost. The trainer's store takes no connections to a formed group."""
     _, transport, announced = formed
     (group,) = transport._groups.values()
     for more in ({"check_only": True}, {}):

@@ -84,7 +84,8 @@ def _score(core: Any, sequences: list[list[int]], adapter: Any) -> list[list[flo
     try:
         for key, sequence in zip(keys, sequences, strict=True):
             request, _ = core.preprocess_add_request(_request(key, sequence, adapter))
-            # Of another wave it would make replicas that step together begin to step when the score is over.
+            # vLLM numbers the times that replicas step together. With an older number, the request would start a new
+            # time, and the replicas would step on after the score.
             core.add_request(request, getattr(core, "current_wave", 0))
         return _run(core, keys)
     finally:
