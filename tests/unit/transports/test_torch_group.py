@@ -605,7 +605,7 @@ def test_a_check_refuses_what_a_rank_can_not_join_and_joins_nothing(
 
 
 def test_a_rank_that_is_in_a_group_already_does_not_look_for_its_trainer(formed: Formed) -> None:
-    """As when the answer to the first call was lost. The trainer's store takes no connections to a formed group."""
+    """The first call's answer may be lost. The trainer's store takes no connections to a formed group."""
     _, transport, announced = formed
     (group,) = transport._groups.values()
     for more in ({"check_only": True}, {}):
