@@ -39,6 +39,11 @@ IDLE_TIMEOUT_S = 3600.0
 """The longest time between two tokens. A worker's death is found otherwise; this bound ends a pause without end."""
 
 
+READ_EVERY_S = 1.0
+"""The time after which the tokens of a reply that is sent at its end are looked at. They are here, so none is lost if
+the worker dies meanwhile."""
+
+
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """A worker has taken the request. It says that it serves `version` of the base."""
@@ -146,7 +151,8 @@ class Attempts:
         stream = None
         try:
             headers = span.context.header if span.context is not None else None
-            stream = await self._receiver.open(subject, stream_id, message, IDLE_TIMEOUT_S, headers)
+            read_every_s = READ_EVERY_S if request.gather_s else 0.0
+            stream = await self._receiver.open(subject, stream_id, message, IDLE_TIMEOUT_S, headers, read_every_s)
             streams.add(stream)
             now = self._view.member(member.instance_id)
             if now is None or now.incarnation != member.incarnation:

@@ -32,6 +32,7 @@ import msgpack
 import nats.errors
 from nats.aio.msg import Msg
 
+from rl_plane._util.alarm import Alarm
 from rl_plane._util.limited_log import LimitedLog
 from rl_plane.bus.connection import RECONNECT_GRACE_S, Bus
 from rl_plane.errors import (
@@ -55,6 +56,9 @@ CREDIT_EVERY = 64
 CREDIT_INTERVAL_S = 2.0
 ABANDONED_AFTER_S = 10.0
 """Five missed confirmations. The receiver counts as dead, and its request is aborted."""
+
+SEEN_AT_ONCE = 2
+"""A reader who is in no hurry gets so many messages as they come: the acceptance, and the first token."""
 
 MAX_BUNDLE_BYTES = 1 << 16
 """The size of a bundle: a thousand short messages. A larger one would save nothing."""
@@ -265,6 +269,7 @@ class IncomingStream:
         opening: bytes,
         silence_s: float,
         headers: dict[str, str] | None = None,
+        read_every_s: float = 0.0,
     ) -> None:
         self._receiver = receiver
         self._key = key
@@ -282,6 +287,9 @@ class IncomingStream:
         self._failed = False
         self._silence_s = silence_s
         self._waits_since = math.inf
+        self._read_every_s = read_every_s
+        self._last_is_here = False
+        self._alarm = Alarm()
 
     def put(self, body: Any) -> bool:
         """Takes a message from the worker. True: a message before it is missing.
@@ -302,6 +310,9 @@ class IncomingStream:
                 self.fail(unreadable("it does not wait for credit"))
                 return False
             self._queue.put_nowait((asyncio.get_running_loop().time(), body))
+            self._last_is_here = bool(body.get("end"))
+            if self._is_due():
+                self._alarm.ring()
         return gap
 
     def fail(self, error: Exception) -> None:
@@ -310,6 +321,7 @@ class IncomingStream:
             return
         self._failed = True
         self._queue.put_nowait(error)
+        self._alarm.ring()
 
     async def tell(self, message: dict[str, Any]) -> None:
         packed = msgpack.packb({**message, "id": self._id})
@@ -355,6 +367,8 @@ class IncomingStream:
     async def _take(self) -> tuple[list[dict[str, Any]], Exception | None]:
         """Waits for messages. Returns them, and the error that follows them."""
         batch: list[dict[str, Any]] = []
+        if self._read_every_s and self._window.consumed >= SEEN_AT_ONCE and not self._is_due():
+            await self._alarm.wait(asyncio.get_running_loop().time() + self._read_every_s)
         if self._queue.empty():
             self._waits_since = time.monotonic()
         item = await self._queue.get()
@@ -371,6 +385,10 @@ class IncomingStream:
             if self._ended or len(batch) == CREDIT_EVERY or self._queue.empty():
                 return batch, None
             item = self._queue.get_nowait()
+
+    def _is_due(self) -> bool:
+        """Reports whether a reader who is in no hurry gets what has come now."""
+        return self._last_is_here or self._failed or self._queue.qsize() >= CREDIT_EVERY
 
     def check_silence(self, now: float) -> None:
         if now - self._waits_since > self._silence_s:
@@ -447,10 +465,12 @@ class StreamReceiver:
         message: dict[str, Any],
         silence_s: float = math.inf,
         headers: dict[str, str] | None = None,
+        read_every_s: float = 0.0,
     ) -> IncomingStream:
         """Sends the request to a worker's generate subject. PayloadTooLarge: it does not fit in one message.
         BusUnreachable: NATS does not take it. `silence_s`: a reader that has waited this long gets Stalled, at most
-        CREDIT_INTERVAL_S later. `headers`: those of the request's message."""
+        CREDIT_INTERVAL_S later. `headers`: those of the request's message. `read_every_s`: the reader does not need
+        the messages as they come, so after the first ones it gets them this often, and at the end."""
         self.bus.check_connected()
         key = secrets.token_hex(KEY_CHARS // 2)
         opening: bytes = msgpack.packb({**message, "kind": "open", "id": stream_id})
@@ -461,7 +481,9 @@ class StreamReceiver:
                 field="prompt",  # the only field of a request that grows so large
                 fix="send a shorter prompt",
             )
-        stream = self._open[key] = IncomingStream(self, key, subject, stream_id, opening, silence_s, headers)
+        stream = self._open[key] = IncomingStream(
+            self, key, subject, stream_id, opening, silence_s, headers, read_every_s
+        )
         try:
             await stream.send_opening()
         except nats.errors.Error as error:

@@ -83,7 +83,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-GATHER_S = 1.0
+GATHER_S = 0.1
 """The longest time in seconds for which a worker gathers the tokens of a reply that is sent at its end. A worker that
 dies loses no more than these, and another one makes them again."""
 

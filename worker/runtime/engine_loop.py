@@ -12,7 +12,8 @@ import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Generic, TypeVar
 
-from worker.runtime.gathering import Alarm, gather_time
+from rl_plane._util.alarm import Alarm
+from worker.runtime.gathering import next_turn
 
 T = TypeVar("T")
 log = logging.getLogger("worker.runtime.engine_loop")
@@ -69,7 +70,7 @@ class EngineLoop:
         fewer and larger batches. The request's length bounds how much can pile up.
 
         Leaving the iterator closes the source. `gather_s`: each batch but the first one waits for more items, at most
-        so many seconds and not beyond the source's end (`gather_time`)."""
+        so many seconds and not beyond the source's end."""
         here = asyncio.get_running_loop()
         ferry = self._ferries.setdefault(here, _Ferry(self._loop, here))
         items: _Inbox[T] = _Inbox()
@@ -89,12 +90,12 @@ class EngineLoop:
 
         begun: list[asyncio.Task[None]] = []
         last: Any = ...
-        wait_s, began = 0.0, here.time()
+        until: float | None = None
         self._loop.call_soon_threadsafe(lambda: begun.append(self._loop.create_task(pump())))
         try:
             while last is ...:
-                batch = await items.take(wait_s)
-                wait_s = gather_time(here.time() - began, gather_s) if gather_s else 0.0
+                batch = await items.take(until)
+                until = next_turn(here.time(), gather_s) if gather_s else None
                 if batch[-1] is None or isinstance(batch[-1], BaseException):
                     last = batch.pop()
                 if batch:
@@ -123,14 +124,15 @@ class _Inbox(Generic[T]):
         if self._ended or not self._gathers:
             self._alarm.ring()
 
-    async def take(self, gather_s: float) -> list[T | BaseException | None]:
-        """Everything that has come, once something has. It waits `gather_s` for more, unless the end has come."""
+    async def take(self, until: float | None) -> list[T | BaseException | None]:
+        """Everything that has come, once something has. It waits for more until this time of the loop, unless the end
+        has come."""
         if not self._items:
             await self._alarm.wait()
-        if gather_s and not self._ended:
+        if until is not None and not self._ended:
             self._gathers = True
             try:
-                await self._alarm.wait(gather_s)
+                await self._alarm.wait(until)
             finally:
                 self._gathers = False
         taken, self._items = self._items, []

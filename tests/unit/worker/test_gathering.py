@@ -1,26 +1,12 @@
-"""Tests how long tokens are held back."""
+"""Tests when tokens that were held back go on."""
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from worker.runtime.gathering import Alarm, gather_time
+from worker.runtime.gathering import next_turn
 
 
-@pytest.mark.parametrize(("ran_s", "held_s"), [(0.0, 0.1), (0.05, 0.1), (0.4, 0.4), (1.0, 1.0), (60.0, 1.0)])
-def test_a_request_holds_its_tokens_back_as_long_as_it_has_run_within_bounds(ran_s: float, held_s: float) -> None:
-    assert gather_time(ran_s, 1.0) == held_s
-
-
-async def test_an_alarm_ends_a_wait_and_so_does_the_time() -> None:
-    alarm = Alarm()
-    alarm.ring()  # nothing waits, so it has no effect
-    waiting = asyncio.create_task(alarm.wait(3600.0))
-    await asyncio.sleep(0)
-    alarm.ring()
-    alarm.ring()
-    async with asyncio.timeout(10.0):
-        await waiting
-        await alarm.wait(0.001)
+@pytest.mark.parametrize(("now", "turn"), [(0.0, 0.5), (0.1, 0.5), (0.5, 1.0), (1234.6, 1235.0)])
+def test_all_requests_hand_their_tokens_on_at_the_same_times(now: float, turn: float) -> None:
+    assert next_turn(now, 0.5) == turn

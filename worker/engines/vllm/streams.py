@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rl_plane._util.alarm import Alarm
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
 from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
@@ -21,7 +21,7 @@ from worker.engines.common.spans import Label
 from worker.engines.vllm.pooled_names import pooled_names
 from worker.engines.vllm.processes import VllmProcess
 from worker.engines.vllm.text_form import sampling_options
-from worker.runtime.gathering import Alarm, gather_time
+from worker.runtime.gathering import next_turn
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -89,10 +89,10 @@ class Streams:
         made, finished = 0, False
         try:
             queue = await self._submit(stream, request, prompt, lora)
-            end, began = _End(queue), time.monotonic()
+            end, loop = _End(queue), asyncio.get_running_loop()
             while not finished:
                 if made and request.gather_s:  # the queue joins what comes meanwhile
-                    await end.within(gather_time(time.monotonic() - began, request.gather_s))
+                    await end.wait(next_turn(loop.time(), request.gather_s))
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 (choice,) = output.outputs
@@ -240,10 +240,10 @@ class _End:
             self._has_come = True
             self._alarm.ring()
 
-    async def within(self, most_s: float) -> None:
-        """Waits for the end, at most for so many seconds."""
+    async def wait(self, until: float) -> None:
+        """Waits for the end, at most until this time of the loop."""
         if not self._has_come:
-            await self._alarm.wait(most_s)
+            await self._alarm.wait(until)
 
 
 def _prompt_logprobs(steps: list[Any], prompt: list[int]) -> list[float | None]:

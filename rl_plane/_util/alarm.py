@@ -1,0 +1,28 @@
+"""Wakes one waiter."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Alarm:
+    """Wakes one waiter, on the waiter's loop."""
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self, until: float | None = None) -> None:
+        """Waits for `ring`, at most until this time of the loop. None: without a bound."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = None if until is None else loop.call_at(until, self.ring)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def ring(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
