@@ -24,6 +24,8 @@ def choose_next_batch(choose: Any, scheduler: Any, running_batch: Any, last_batc
         return choose(scheduler, running_batch=running_batch, last_batch=last_batch)
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
+    if stands_still(scheduler):
+        scheduler.maybe_sleep_on_idle()
     return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
 
 

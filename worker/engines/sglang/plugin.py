@@ -40,6 +40,9 @@ def register() -> None:
     HookRegistry.register(f"{scheduler}.get_next_batch_to_run", choose_next_batch, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.pause_generation", pause_all_batches, HookType.AROUND)
     HookRegistry.register(f"{scheduler}._collect_inflight_batches", with_waiting_batches, HookType.AFTER)
+    HookRegistry.register(
+        f"{scheduler}._record_scheduler_state_for_paused_engine", _wait_while_paused, HookType.AFTER
+    )
     controller = "sglang.srt.managers.data_parallel_controller.DataParallelController"
     HookRegistry.register(f"{controller}.launch_tensor_parallel_group", end_with_replica, HookType.AROUND)
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _listen_there, HookType.AROUND)
@@ -66,6 +69,12 @@ def register() -> None:
 
 def child_failed(number: int, frame: Any) -> None:
     """Replaces SGLang's handler of SIGQUIT, which ends the process: the adapter notices itself when a child ends."""
+
+
+def _wait_while_paused(_: None, scheduler: Any) -> None:
+    """Makes a paused scheduler wait for its next message as an idle one does (`sleep_on_idle`). SGLang's own loop would
+    take the core and the interpreter from the thread that loads weights."""
+    scheduler.maybe_sleep_on_idle()
 
 
 def _listen_there(
