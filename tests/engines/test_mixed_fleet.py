@@ -48,6 +48,7 @@ from tests.support.mixed_fleet import (
     mixed,
     proven,
     seed_of,
+    standing,
     witnessed,
 )
 from tests.support.nixl_trainers import trainer
@@ -73,8 +74,6 @@ LONG = 400
 """Tokens of a stream that lives through something."""
 MOVES = 6
 """The number of times that one choice moves to another worker: each engine continues after each other."""
-ROUND_TRIPS = 10
-"""Round trips to each worker: a running engine makes tokens meanwhile."""
 
 
 def watched_attempts(monkeypatch: pytest.MonkeyPatch) -> list[Attempts]:
@@ -233,22 +232,6 @@ async def test_a_bad_adapter_is_refused_and_touches_no_engine(
     await mixed.witnessed(client)
 
 
-async def standing(client: RlClient, mixed: Mixed, streams: dict[str, Stream]) -> dict[str, int]:
-    """The number of tokens of each stream, once no more come: tokens on their way at a pause have arrived."""
-
-    def counts() -> dict[str, int]:
-        return {engine: len(stream.tokens) for engine, stream in streams.items()}
-
-    async def one() -> dict[str, int] | None:
-        before = counts()
-        for _ in range(ROUND_TRIPS):
-            await states(client)
-        return before if counts() == before else None
-
-    found: dict[str, int] = await mixed.plane.until(one, END_S)
-    return found
-
-
 def late_ones(client: RlClient, mixed: Mixed) -> dict[str, Stream]:
     return {
         engine: Stream(client, one, PROMPT, 4, temperature=0.0, ignore_eos=True)
@@ -261,11 +244,11 @@ async def test_streams_go_on_after_a_pause_that_keeps_them(mixed: Mixed, client:
     streams = await begun(client, mixed)
     await client.run("pause", {"mode": "keep"})
     late = late_ones(client, mixed)
-    had = await standing(client, mixed, streams)
-    assert set((await standing(client, mixed, late)).values()) == {0}
+    had = await standing(mixed, client, streams.values())
+    assert set(await standing(mixed, client, late.values())) == {0}
     await client.run("resume", {})
-    for engine, stream in streams.items():
-        await stream.until(tokens=had[engine] + 20)
+    for (engine, stream), tokens in zip(streams.items(), had, strict=True):
+        await stream.until(tokens=tokens + 20)
         stream.stop()
         assert stream.tokens == witnessed(base, len(stream.tokens)), engine
     for engine, one in late.items():
@@ -280,7 +263,7 @@ async def test_a_pause_that_waits_lets_streams_end(mixed: Mixed, client: RlClien
     for engine, stream in streams.items():
         await stream.end()
         assert (stream.finish_reason, stream.tokens) == ("length", witnessed(base, LONG)), engine
-    assert set((await standing(client, mixed, late)).values()) == {0}
+    assert set(await standing(mixed, client, late.values())) == {0}
     await client.run("resume", {})
     for engine, one in late.items():
         assert (await one.end()).tokens == witnessed(base, 4), engine

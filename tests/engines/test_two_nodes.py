@@ -9,6 +9,7 @@ import asyncio
 import os
 import platform
 import signal
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ from tests.support.mixed_fleet import (
     client,
     http,
     proven,
+    seed_of,
+    standing,
     witnessed,
 )
 from worker.exit_codes import ENGINE_DEAD, OK
@@ -47,11 +50,22 @@ __all__ = ["client", "http"]
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
-PARTS: dict[str, dict[str, Any]] = {"vllm": {"tensor_parallel_size": 2}, "sglang": {"tp_size": 2}}
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vllm": ("vllm", {"tensor_parallel_size": 2}),
+    "sglang": ("sglang", {"tp_size": 2}),
+    "pipeline": ("sglang", {"pp_size": 2}),
+}
+"""Engine, and how its model is divided between the nodes."""
 RANK = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}
 """The begin of the names of the processes that have the model."""
 LOST_S = 20.0
 """Seconds until the loss of a node is noticed, on a busy machine."""
+
+
+STREAMS = 4
+"""Requests at once, so that each batch of a pipeline has some. Together they make at most ENDLESS tokens."""
+LONG = 200
+"""Tokens of a stream that a pause waits for."""
 
 
 SHAPE = {"intermediate_size": 1024}
@@ -61,6 +75,7 @@ SHAPE = {"intermediate_size": 1024}
 class Nodes(Mixed):
     """A fleet of one worker, whose engine has two nodes."""
 
+    parts: dict[str, Any]
     head: Spawned
     node: Spawned
 
@@ -83,7 +98,7 @@ class Nodes(Mixed):
                 nodes={"count": 2, "rank": rank, "address": address, "wait_s": START_S},
                 weight_urls=[self.plane.weight_server.url],
                 **ARGUMENTS[engine],
-                **PARTS[engine],
+                **self.parts,
             )
             for rank in (1, 0)
         )
@@ -105,14 +120,17 @@ class Nodes(Mixed):
             return [await asyncio.to_thread(one.process.wait) for one in ones]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.engines(name)) for name in PARTS])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.engines(PARTS[name][0])) for name in PARTS]
+)
 def mixed(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> Iterator[Nodes]:
     with bound_cores() as patched:
-        engine, plane = request.param, make_plane()
+        (engine, parts), plane = PARTS[request.param], make_plane()
         first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16", **SHAPE)
         patched.setenv("VLLM_HOST_IP", "127.0.0.1")
         patched.setenv("TMPDIR", str(plane.tmp))
         found = Nodes(plane, first, {engine: "0123456789abcdef"})
+        found.parts = parts
         found.start()
         yield found
     plane.kill_all()
@@ -125,7 +143,7 @@ async def test_both_nodes_are_one_worker(mixed: Nodes, client: RlClient, http: h
         (1, mixed.node.process.pid, [1]),
     ]
     (state,) = (await client.run("describe"))["workers"]
-    assert (state["world_size"], state["tp_size"]) == (2, 2)
+    assert (state["world_size"], state["tp_size"] * state["pp_size"]) == (2, 2)
     await proven(http, mixed, "initial", mixed.first)
 
 
@@ -146,6 +164,65 @@ async def test_an_update_reaches_both_nodes_or_neither(
 @pytest.mark.parametrize("backend", each_transport.BACKENDS)
 async def test_each_transport(mixed: Nodes, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
     await each_transport.bring(mixed, client, http, backend)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+async def test_streams_continue_over_updates(mixed: Nodes, client: RlClient, kv: str) -> None:
+    """Each token is that of the weights which its span names. In a pipeline, steps of several batches are under way at
+    each moment."""
+    await mixed.witnessed(client)
+    ((engine, instance_id),) = mixed.ids.items()
+    prompts = [[*PROMPT, first] for first in range(STREAMS)]
+    asked: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    streams = [Stream(client, instance_id, prompt, ENDLESS[engine] // STREAMS, **asked) for prompt in prompts]
+    seeds = [1]
+    for one in streams:
+        await one.until(tokens=2)
+    for seed in (2, 1, 2, 3):
+        await client.run("update_weights", update_of(mixed.base(seed), f"base {seed}", kv=kv))
+        seeds.append(seed)
+        for one in streams:
+            await one.until(spans=len(seeds), tokens=one.spans[-1]["start"] + 2 if one.spans else 2)
+    await client.run("abort_requests", {})
+    for one, prompt in zip(streams, prompts, strict=True):
+        await one.end()
+        assert one.finish_reason == "abort"
+        assert [seed_of(span["version"]) for span in one.spans] == seeds
+        last = prompt[-1]
+        for span, seed in zip(one.spans, seeds, strict=True):
+            part = one.tokens[span["start"] : span["end"]]
+            assert part == witnessed(seed, len(part), last)
+            last = part[-1]
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_no_token_comes_while_it_is_paused(mixed: Nodes, client: RlClient, mode: str) -> None:
+    await mixed.witnessed(client)
+    ((engine, instance_id),) = mixed.ids.items()
+    asked: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    count = LONG if mode == "wait" else ENDLESS[engine] // STREAMS
+    streams = [Stream(client, instance_id, [*PROMPT, first], count, **asked) for first in range(STREAMS)]
+    for one in streams:
+        await one.until(tokens=2)
+    await client.run("pause", {"mode": mode})
+    if mode == "keep":
+        ranks, began = [mixed.rank_of(one) for one in (mixed.head, mixed.node)], time.monotonic()
+        before = [sum(rank.cpu_times()[:2]) for rank in ranks]
+        had = await standing(mixed, client, streams)
+        assert all(tokens < count for tokens in had)
+        took = [sum(rank.cpu_times()[:2]) - cpu_s for rank, cpu_s in zip(ranks, before, strict=True)]
+        assert max(took) < (time.monotonic() - began) / 4, "a paused rank waits, and polls nothing"
+        await client.run("resume", {})
+        for one, tokens in zip(streams, had, strict=True):
+            await one.until(tokens=tokens + 20)
+        await client.run("abort_requests", {})
+    for one, first in zip(streams, range(STREAMS), strict=True):
+        await one.end()
+        assert one.finish_reason == ("length" if mode == "wait" else "abort")
+        assert one.tokens == witnessed(1, len(one.tokens), first)
+    if mode != "keep":
+        await client.run("resume", {})
+    await mixed.plane.until(partial(_serves, client), HEAL_S)
 
 
 @pytest.mark.engines("nixl")

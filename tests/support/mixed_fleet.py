@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from rl_plane.client import RlClient
 from tests.conftest import Plane
 from tests.support.faults import Stream
-from tests.support.fleet_updates import update_of
+from tests.support.fleet_updates import states, update_of
 from tests.support.frontend_process import ask, error_of, frontend
 from tests.support.reference import logprobs_of
 from worker.engines.common.finite_logits import NOT_FINITE
@@ -47,6 +47,9 @@ START_S = 240.0
 HEAL_S = 90.0
 
 END_S = 30.0
+
+ROUND_TRIPS = 10
+"""Round trips to each worker: a running engine makes tokens meanwhile."""
 
 LOGPROB = 0.05
 """A batch of another shape rounds bfloat16 in another way; a wrong adapter is off by far more."""
@@ -157,8 +160,25 @@ async def fails_of_no_numbers(http: httpx.AsyncClient, mixed: Mixed, client: RlC
     await proven(http, mixed, "healed", mixed.tiny(2))
 
 
-def witnessed(seed: int, count: int) -> list[int]:
-    tokens, last = [], PROMPT[-1]
+async def standing(mixed: Mixed, client: RlClient, streams: Collection[Stream]) -> list[int]:
+    """The number of tokens of each stream, once no more come: tokens on their way at a pause have arrived."""
+
+    def counts() -> list[int]:
+        return [len(stream.tokens) for stream in streams]
+
+    async def one() -> list[int] | None:
+        before = counts()
+        for _ in range(ROUND_TRIPS):
+            await states(client)
+        return before if counts() == before else None
+
+    found: list[int] = await mixed.plane.until(one, END_S)
+    return found
+
+
+def witnessed(seed: int, count: int, last: int = PROMPT[-1]) -> list[int]:
+    """The tokens of the witness model of `seed` after the token `last`."""
+    tokens = []
     for _ in range(count):
         last = witness_next_token(seed, last)
         tokens.append(last)

@@ -4,19 +4,44 @@ test the rest."""
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl_plane.errors import DeadlineExceeded, EngineFailed
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.vllm_stand_in import standing_in
+from worker.engines.base import EngineOptions
+from worker.engines.common.process_watch import ProcessWatch
 from worker.engines.common.spans import Label
+from worker.engines.vllm.processes import VllmProcess
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_server import AgentServer
 from worker.receive.rank_agents.ranks import Ranks
 
 VERSION = WeightVersion("run", 1, "step_1", "blake3:" + "1" * 64)
+
+
+async def test_the_processes_end_also_if_vllms_own_shutdown_fails(tmp_path: Path) -> None:
+    """It fails if a process of vLLM ends while it looks at it."""
+
+    class Failing:
+        def shutdown(self, timeout: float) -> None:
+            raise psutil.NoSuchProcess(1)
+
+    child = await asyncio.create_subprocess_exec("sleep", "600")
+
+    class Process(VllmProcess):
+        def __init__(self) -> None:
+            super().__init__(EngineOptions(tmp_path), {})
+            self._engine = Failing()
+            self._watch = ProcessWatch({child.pid: "VLLM::EngineCore"}, ("VLLM::",), lambda pid: None)
+
+    await Process().end()
+    async with asyncio.timeout(10):
+        assert await child.wait() == -signal.SIGKILL
 
 
 async def test_what_a_cancelled_pause_undoes_late_does_not_undo_the_next_one(tmp_path: Path) -> None:

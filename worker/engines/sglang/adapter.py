@@ -272,15 +272,30 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
             await self._freeze("retract" if clear_cache else "in_place")
 
     async def _freeze(self, how: str = "in_place") -> None:
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
         feeder = self._requests_in_sglang()
         feeder.close()
         self._paused = True
-        await self.process.manager.pause_generation(PauseGenerationReqInput(mode=how))
-        await self._ranks_answer()  # the pause has happened when this returns
+        if self.info.pp_size > 1:
+            await self._pause_sglang("in_place")
+            await self._await_steps()
+        await self._pause_sglang(how)
         if how == "retract":
             feeder.forget_kv()
+
+    async def _pause_sglang(self, how: str) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self.process.manager.pause_generation(PauseGenerationReqInput(mode=how))
+        await self._ranks_answer()  # the pause has happened when this returns
+
+    async def _await_steps(self) -> None:
+        """Waits until no step of the pipeline is under way. Each of its batches ends its step in one round of the
+        loop, and each call takes one pass of the round."""
+        arguments = self.process.engine.server_args
+        for _ in range(arguments.pp_size + arguments.pp_async_batch_depth + 1):
+            if all(row["still"] for row in await self.process.call("stands_still")):
+                return
+        raise EngineFailed("the pipeline makes steps while it is paused")
 
     async def _thaw(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput

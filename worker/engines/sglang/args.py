@@ -24,6 +24,7 @@ OURS = {
     "custom_sigquit_handler": "the worker has its own",
     "custom_weight_loader": "weights come by update_weights",
     "device": "use --device",
+    "disaggregation_mode": "KV that another engine computed may be of older weights; run engines that do both",
     "dist_init_addr": "use --dist-init-addr",
     "dtype": "use --dtype",
     "elastic_ep_backend": PLACED_ANEW,

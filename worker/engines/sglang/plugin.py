@@ -31,11 +31,17 @@ def register() -> None:
 
     from worker.engines.sglang.controller import answer_by_agent, end_with_replica
     from worker.engines.sglang.logits import sample_with_raw_logprobs, tell, telling
+    from worker.engines.sglang.pipeline import choose_next_batch, pause_all_batches, with_waiting_batches
     from worker.engines.sglang.text_form import accept_in_time, continue_grammar, with_grammars
 
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _serve_rank, HookType.AROUND)
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    HookRegistry.register(f"{scheduler}.__init__", _serve_rank, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.handle_rpc_request", answer_by_agent, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.get_next_batch_to_run", choose_next_batch, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.pause_generation", pause_all_batches, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}._collect_inflight_batches", with_waiting_batches, HookType.AFTER)
     HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request", answer_by_agent, HookType.AROUND
+        f"{scheduler}._record_scheduler_state_for_paused_engine", _wait_while_paused, HookType.AFTER
     )
     controller = "sglang.srt.managers.data_parallel_controller.DataParallelController"
     HookRegistry.register(f"{controller}.launch_tensor_parallel_group", end_with_replica, HookType.AROUND)
@@ -55,9 +61,7 @@ def register() -> None:
         batch = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
         HookRegistry.register(batch, hand_over_seeds, HookType.AFTER)
         HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", sample_by_seed, HookType.AROUND)
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class", telling, HookType.AFTER
-    )
+    HookRegistry.register(f"{scheduler}.get_output_streamer_class", telling, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info", tell, HookType.AROUND
     )
@@ -65,6 +69,12 @@ def register() -> None:
 
 def child_failed(number: int, frame: Any) -> None:
     """Replaces SGLang's handler of SIGQUIT, which ends the process: the adapter notices itself when a child ends."""
+
+
+def _wait_while_paused(_: None, scheduler: Any) -> None:
+    """Makes a paused scheduler wait for its next message as an idle one does (`sleep_on_idle`). SGLang's own loop would
+    take the core and the interpreter from the thread that loads weights."""
+    scheduler.maybe_sleep_on_idle()
 
 
 def _listen_there(

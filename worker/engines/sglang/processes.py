@@ -107,29 +107,29 @@ class SglangProcess(EngineProcess):
         return await self.ask(self._call(op, arguments))
 
     async def _call(self, op: str, arguments: dict[str, str]) -> list[dict[str, Any]]:
+        """Each rank answers by its agent: SGLang passes on the answer of the first one only, and waits neither for the
+        later stages of a pipeline nor for replicas."""
         async with self._calling:
+            number, failure = next(self._numbers), None
+            asked = {"op": op, "call": str(number), **arguments}
             if self.replicas > 1:
-                return await self._call_replicas(op, arguments)
-            failure = await asyncio.to_thread(self._remote_call, op, arguments)
-            rows = await asyncio.to_thread(self.ranks.rows, "outcome")
+                await self._send_to_replicas(asked)
+            else:
+                failure = await asyncio.to_thread(self._remote_call, asked)
+            rows = await asyncio.to_thread(self.ranks.rows, "outcome", {"call": number}, timeout_s=CALL_S)
             check_rows(rows)  # with their types
             if failure is not None:
                 raise EngineFailed(f"{op}: {failure}")
             return rows
 
-    async def _call_replicas(self, op: str, arguments: dict[str, str]) -> list[dict[str, Any]]:
-        """SGLang's own remote calls reach no replica. The call goes by its controller instead, in line with the pauses
-        and requests, and each rank answers by its agent."""
+    async def _send_to_replicas(self, asked: dict[str, str]) -> None:
+        """SGLang's own remote calls reach no replica. The call goes by its controller, in line with the pauses and
+        requests."""
         from sglang.srt.managers.io_struct import RpcReqInput
 
-        number = next(self._numbers)
-        asked = RpcReqInput(method=METHOD, parameters={"op": op, "call": str(number), **arguments})
-        await self.manager._async_dispatch_to_scheduler(asked)
-        rows = await asyncio.to_thread(self.ranks.rows, "outcome", {"call": number}, timeout_s=CALL_S)
-        check_rows(rows)
-        return rows
+        await self.manager._async_dispatch_to_scheduler(RpcReqInput(method=METHOD, parameters=asked))
 
-    def _remote_call(self, op: str, arguments: dict[str, str]) -> str | None:
+    def _remote_call(self, asked: dict[str, str]) -> str | None:
         from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
 
         socket, dead = self._engine.send_to_rpc, self._dead
@@ -137,7 +137,7 @@ class SglangProcess(EngineProcess):
         with self._rpc:
             if socket.closed:
                 return None
-            sock_send(socket, RpcReqInput(method=METHOD, parameters={"op": op, **arguments}))
+            sock_send(socket, RpcReqInput(method=METHOD, parameters=asked))
             while not socket.poll(POLL_MS):
                 if dead.done():
                     return None

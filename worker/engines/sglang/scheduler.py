@@ -17,6 +17,7 @@ from rl_plane.errors import EngineFailed, PlaneError
 from worker.engines.capabilities import CheckScope
 from worker.engines.sglang.holder import SglangHolder, SglangStagedAdapter
 from worker.engines.sglang.kept_kv import KeptKv
+from worker.engines.sglang.pipeline import stands_still
 from worker.engines.sglang.scorer import score_between_steps
 from worker.receive.rank_agents.agent_server import AgentServer
 
@@ -36,7 +37,7 @@ class Rank:
         """The result of the last call, or its `error`: SGLang passes on the first rank's error alone, and only as
         text."""
         self._called = 0
-        """The number of the last call that has ended, where calls are numbered."""
+        """The number of the last call that has ended."""
         self._ended = threading.Condition()
         rank, directory = _number(), Path(told["directory"])
         methods = self._holder.agent_methods(directory, rank)
@@ -46,9 +47,9 @@ class Rank:
     def serve(self) -> None:
         self._agent.start()
 
-    def call(self, op: str, call: str = "0", **arguments: Any) -> None:
-        """Runs on the scheduler's thread. Raises the error that it also stores as the outcome. `call`: its number, if
-        the adapter waits for the outcome."""
+    def call(self, op: str, call: str, **arguments: Any) -> None:
+        """Runs on the scheduler's thread. Raises the error that it also stores as the outcome. `call`: its number, of
+        which the adapter asks for the outcome."""
         try:
             self._run(op, arguments)
         finally:
@@ -68,9 +69,8 @@ class Rank:
             raise failure from error
 
     def _tell_outcome(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
-        number = body.get("call", 0)
         with self._ended:
-            while number > self._called and not cancelled():
+            while body["call"] > self._called and not cancelled():
                 self._ended.wait(LOOK_S)
         return self._outcome
 
@@ -78,6 +78,9 @@ class Rank:
         return self._holder.checks.row(body["action"], CheckScope(**body["scope"]))
 
     # between two steps
+
+    def _stands_still(self) -> dict[str, Any]:
+        return {"still": stands_still(self._scheduler)}
 
     def _updatable(self) -> None:
         self._holder.check_updates()
@@ -134,7 +137,7 @@ class Rank:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         scheduler = self._scheduler
-        if not scheduler._engine_paused:
+        if not stands_still(scheduler):
             raise EngineFailed("the engine is not paused")
         scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         if not scheduler.flush_cache():

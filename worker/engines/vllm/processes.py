@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 from collections.abc import Coroutine, Iterator
 from dataclasses import asdict
@@ -27,6 +28,8 @@ from worker.receive.rank_agents.agent_server import belong_to_worker
 from worker.receive.rank_agents.ranks import check_rows
 
 T = TypeVar("T")
+
+log = logging.getLogger("worker.engines.vllm.processes")
 
 NO_TRITON = "vLLM tells them by its second model runner only, which needs Triton: this build has none"
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
@@ -106,7 +109,10 @@ class VllmProcess(EngineProcess):
         self._die("the engine was closed")
         engine, self._engine = self._engine, None
         if engine is not None:
-            await asyncio.to_thread(engine.shutdown, *([0] if self._is_head else []))
+            try:
+                await asyncio.to_thread(engine.shutdown, *([0] if self._is_head else []))
+            except Exception:  # such as one about a process that ends meanwhile
+                log.exception("vLLM's own shutdown has failed; its processes are killed now")
         await self._end_processes()
 
     # building
