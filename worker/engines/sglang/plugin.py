@@ -47,11 +47,12 @@ def register() -> None:
     HookRegistry.register(accept, accept_in_time, HookType.AROUND)
     HookRegistry.register(f"{grammars}._apply_request_reasoning_config", continue_grammar, HookType.AFTER)
     if json.loads(told)["device"] == "cpu":
-        from worker.engines.sglang.patches.idle_controller import dispatch_politely
-
-        HookRegistry.register(f"{controller}.event_loop", dispatch_politely, HookType.AROUND)
+        from worker.engines.sglang.patches.idle_loops import dispatch_politely, sleep_while_paused
         from worker.engines.sglang.patches.seeds import hand_over_seeds, sample_by_seed
 
+        HookRegistry.register(f"{controller}.event_loop", dispatch_politely, HookType.AROUND)
+        paused = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+        HookRegistry.register(paused, sleep_while_paused, HookType.AFTER)
         batch = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
         HookRegistry.register(batch, hand_over_seeds, HookType.AFTER)
         HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", sample_by_seed, HookType.AROUND)
