@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import inspect
 import json
@@ -41,6 +42,12 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 START_S = 30.0
 """A worker process is up within a second on an idle machine."""
+
+
+def pytest_collection_finish() -> None:
+    """Excludes the modules and the tests from garbage collection. Many tests collect garbage, and each of these
+    collections would scan thousands of tests for a second."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -51,6 +52,10 @@ def offers_memory(shared: tuple[OffersMemory, EngineInfo]) -> Iterator[None]:
     engine.offers_memory = False
 
 
+POLL_S = 0.02
+"""Twice the unit in which the system counts CPU time."""
+STILL = 25
+"""Readings of a CPU time that stands still: half a second, in which a rank that polls gets a core on a busy machine."""
 CACHED_TOKENS = 300
 """A prompt of two full blocks of vLLM's prefix cache on a CPU, which has 128 tokens in a block."""
 
@@ -75,6 +80,26 @@ async def test_keep_freezes_and_goes_on(engine: OffersMemory) -> None:
     await engine.resume()
     assert (await one.end()).tokens == witnessed(1, 20, 300)
     assert (await late.end()).tokens == witnessed(1, 21, 16)
+
+
+async def test_a_paused_engine_needs_no_core(engine: OffersMemory, kind: Kind) -> None:
+    """The CPU time of its ranks stands still while a request is frozen: the trainer that has paused it needs the
+    cores."""
+    one = Run(engine, ask([20], max_tokens=300))
+    await one.reach(10)
+    await engine.pause("keep", False)
+    ranks = [psutil.Process(pid) for pid in kind.rank_pids(engine)]
+
+    async def still() -> None:
+        before, same = None, 0
+        while same < STILL:
+            used = [rank.cpu_times()[:2] for rank in ranks]
+            before, same = used, same + 1 if used == before else 0
+            await asyncio.sleep(POLL_S)
+
+    await asyncio.wait_for(still(), BOUND_S)
+    await engine.resume()
+    assert (await one.end()).tokens == witnessed(1, 20, 300)
 
 
 async def test_wait_drains(engine: OffersMemory) -> None:

@@ -89,7 +89,7 @@ PACKAGES = {
             "sglang.srt.entrypoints.engine",
             "sglang.srt.managers.scheduler",
         ),
-        {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"},
+        {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "TORCHDYNAMO_DISABLE": "1"},
         has_children=True,
     ),
 }

@@ -4,6 +4,7 @@ rest."""
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Coroutine
@@ -19,8 +20,11 @@ from tests.support.engine_runs import ask
 from worker.engines.base import EngineInfo, EngineOptions
 from worker.engines.common.spans import Label
 from worker.engines.sglang import adapter
+from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.streams import Experts, Feeder, SglangStream
 from worker.testing.tiny_model import make_tiny_model
+
+DISABLED = "TORCHDYNAMO_DISABLE"
 
 
 async def test_what_an_abort_repeats_is_not_taken_again() -> None:
@@ -225,6 +229,24 @@ def feeder(monkeypatch: pytest.MonkeyPatch, manager: Manager) -> Feeder:
     bodies = SimpleNamespace(GenerateReqInput=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", bodies)
     return Feeder(manager, frozenset(), lambda name: name, lambda name: Label(None), Experts(1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "disabled"),
+    [("cpu", {}, "1"), ("cpu", {"enable_torch_compile": True}, None), ("cuda", {}, None)],
+)
+def test_ranks_on_a_cpu_compile_only_if_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, arguments: dict[str, Any], disabled: str | None
+) -> None:
+    monkeypatch.delenv(DISABLED, raising=False)
+    process = SglangProcess(EngineOptions(tmp_path), arguments, device, 0)
+    with process._environment(tmp_path):
+        assert os.environ.get(DISABLED) == disabled
+    assert DISABLED not in os.environ
+    monkeypatch.setenv(DISABLED, "0")
+    with process._environment(tmp_path):
+        assert os.environ[DISABLED] == "0", "the user's own"
+    assert os.environ[DISABLED] == "0"
 
 
 async def test_a_restarted_request_asks_only_for_the_remaining_tokens(feeder: Feeder, manager: Manager) -> None:

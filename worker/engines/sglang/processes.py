@@ -178,6 +178,11 @@ class SglangProcess(EngineProcess):
                 "model": str(self.options.model.absolute()),
             }
         )
+        # On a CPU, the first request of several ranks would wait for half a minute until each has compiled a function.
+        eager = self.device == "cpu" and not self.arguments.get("enable_torch_compile")
+        eager = eager and "TORCHDYNAMO_DISABLE" not in os.environ
+        if eager:
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
         plugins, files = os.environ.get("SGLANG_PLUGINS"), tempfile.tempdir
         if plugins:
             os.environ["SGLANG_PLUGINS"] = f"{plugins},rl_plane"
@@ -186,6 +191,8 @@ class SglangProcess(EngineProcess):
             yield
         finally:
             del os.environ[MARK]
+            if eager:
+                del os.environ["TORCHDYNAMO_DISABLE"]
             tempfile.tempdir = files
             if plugins:
                 os.environ["SGLANG_PLUGINS"] = plugins
