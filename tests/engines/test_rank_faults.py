@@ -32,7 +32,6 @@ from worker.engines.capabilities import FullEngine
 __all__ = ["kind", "models"]
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:::(torch|vllm|sglang|transformers|multiprocessing)"),  # theirs, not ours

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["client"]
 
-pytestmark = [pytest.mark.engines("sglang"), pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines("sglang"), pytest.mark.timeout(600)]
 
 ENDLESS = 1500
 """More tokens than a stream makes in a test."""

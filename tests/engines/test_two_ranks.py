@@ -45,7 +45,7 @@ from worker.testing.tiny_model import make_witness_model
 
 __all__ = ["client", "http"]
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 DEATH_S = 4.0
 """Seconds until a death must be noticed: before an engine that does not answer would be

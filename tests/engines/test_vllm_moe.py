@@ -17,7 +17,7 @@ from worker.reconcile.numerics import NOT_SCORED
 
 __all__ = ["client", "fleet", "http"]
 
-pytestmark = [pytest.mark.engines("vllm"), pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines("vllm"), pytest.mark.timeout(600)]
 
 ENDLESS = 1500
 """More tokens than a stream makes in a test."""
