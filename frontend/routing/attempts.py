@@ -40,8 +40,8 @@ IDLE_TIMEOUT_S = 3600.0
 
 
 READ_EVERY_S = 1.0
-"""The time after which the tokens of a reply that is sent at its end are looked at. They are here, so none is lost if
-the worker dies meanwhile."""
+"""Seconds between two looks at the tokens of a reply that is sent at its end. The tokens have arrived, so a worker that
+dies loses none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,7 @@ class Attempts:
                             if request.prompt_logprobs and not begun:
                                 _check_prompt_logprobs(delta, places, bool(request.prompt_top_logprobs))
                             begun = True
+                            stream.read_every_s = READ_EVERY_S if request.gather_s else 0.0
                         if delta.spans:
                             await self._committed.learn(delta.spans)
                         check.take(delta, stream.arrived)
@@ -151,8 +152,7 @@ class Attempts:
         stream = None
         try:
             headers = span.context.header if span.context is not None else None
-            read_every_s = READ_EVERY_S if request.gather_s else 0.0
-            stream = await self._receiver.open(subject, stream_id, message, IDLE_TIMEOUT_S, headers, read_every_s)
+            stream = await self._receiver.open(subject, stream_id, message, IDLE_TIMEOUT_S, headers)
             streams.add(stream)
             now = self._view.member(member.instance_id)
             if now is None or now.incarnation != member.incarnation:

@@ -1,4 +1,4 @@
-"""Wakes one waiter."""
+"""A wait that something else ends, or the time."""
 
 from __future__ import annotations
 
@@ -24,5 +24,6 @@ class Alarm:
                 timer.cancel()
 
     def ring(self) -> None:
+        """Ends the wait. It has no effect while nothing waits."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -57,9 +57,6 @@ CREDIT_INTERVAL_S = 2.0
 ABANDONED_AFTER_S = 10.0
 """Five missed confirmations. The receiver counts as dead, and its request is aborted."""
 
-SEEN_AT_ONCE = 2
-"""A reader who is in no hurry gets so many messages as they come: the acceptance, and the first token."""
-
 MAX_BUNDLE_BYTES = 1 << 16
 """The size of a bundle: a thousand short messages. A larger one would save nothing."""
 KEY_CHARS = 16
@@ -269,7 +266,6 @@ class IncomingStream:
         opening: bytes,
         silence_s: float,
         headers: dict[str, str] | None = None,
-        read_every_s: float = 0.0,
     ) -> None:
         self._receiver = receiver
         self._key = key
@@ -287,7 +283,8 @@ class IncomingStream:
         self._failed = False
         self._silence_s = silence_s
         self._waits_since = math.inf
-        self._read_every_s = read_every_s
+        self.read_every_s = 0.0
+        """The reader does not need the messages as they come: it gets them this often, and at the end."""
         self._last_is_here = False
         self._alarm = Alarm()
 
@@ -367,8 +364,8 @@ class IncomingStream:
     async def _take(self) -> tuple[list[dict[str, Any]], Exception | None]:
         """Waits for messages. Returns them, and the error that follows them."""
         batch: list[dict[str, Any]] = []
-        if self._read_every_s and self._window.consumed >= SEEN_AT_ONCE and not self._is_due():
-            await self._alarm.wait(asyncio.get_running_loop().time() + self._read_every_s)
+        if self.read_every_s and not self._is_due():
+            await self._alarm.wait(asyncio.get_running_loop().time() + self.read_every_s)
         if self._queue.empty():
             self._waits_since = time.monotonic()
         item = await self._queue.get()
@@ -387,7 +384,7 @@ class IncomingStream:
             item = self._queue.get_nowait()
 
     def _is_due(self) -> bool:
-        """Reports whether a reader who is in no hurry gets what has come now."""
+        """Reports whether a reader with `read_every_s` gets what has come now."""
         return self._last_is_here or self._failed or self._queue.qsize() >= CREDIT_EVERY
 
     def check_silence(self, now: float) -> None:
@@ -465,12 +462,10 @@ class StreamReceiver:
         message: dict[str, Any],
         silence_s: float = math.inf,
         headers: dict[str, str] | None = None,
-        read_every_s: float = 0.0,
     ) -> IncomingStream:
         """Sends the request to a worker's generate subject. PayloadTooLarge: it does not fit in one message.
         BusUnreachable: NATS does not take it. `silence_s`: a reader that has waited this long gets Stalled, at most
-        CREDIT_INTERVAL_S later. `headers`: those of the request's message. `read_every_s`: the reader does not need
-        the messages as they come, so after the first ones it gets them this often, and at the end."""
+        CREDIT_INTERVAL_S later. `headers`: those of the request's message."""
         self.bus.check_connected()
         key = secrets.token_hex(KEY_CHARS // 2)
         opening: bytes = msgpack.packb({**message, "kind": "open", "id": stream_id})
@@ -481,9 +476,7 @@ class StreamReceiver:
                 field="prompt",  # the only field of a request that grows so large
                 fix="send a shorter prompt",
             )
-        stream = self._open[key] = IncomingStream(
-            self, key, subject, stream_id, opening, silence_s, headers, read_every_s
-        )
+        stream = self._open[key] = IncomingStream(self, key, subject, stream_id, opening, silence_s, headers)
         try:
             await stream.send_opening()
         except nats.errors.Error as error:

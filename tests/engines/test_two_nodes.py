@@ -66,6 +66,10 @@ STREAMS = 4
 """Requests at once, so that each batch of a pipeline has some. Together they make at most ENDLESS tokens."""
 LONG = 200
 """Tokens of a stream that a pause waits for."""
+LONG_PROMPT = 1000
+"""Times that a long prompt has PROMPT."""
+PAUSES = 16
+"""Each comes a round trip later than the one before, so some meet a prompt that is being computed."""
 
 
 SHAPE = {"intermediate_size": 1024}
@@ -193,6 +197,23 @@ async def test_streams_continue_over_updates(mixed: Nodes, client: RlClient, kv:
             part = one.tokens[span["start"] : span["end"]]
             assert part == witnessed(seed, len(part), last)
             last = part[-1]
+
+
+async def test_a_pause_while_a_prompt_is_computed(mixed: Nodes, client: RlClient) -> None:
+    """SGLang takes a pipeline for idle whose only request has just had its first step."""
+    if "pp_size" not in mixed.parts:
+        pytest.skip("only a pipeline has steps of several batches")
+    await mixed.witnessed(client)
+    ((_, instance_id),) = mixed.ids.items()
+    for number in range(PAUSES):
+        prompt = [*PROMPT * LONG_PROMPT, number, PROMPT[-1]]  # no other request's prefix
+        stream = Stream(client, instance_id, prompt, 4, temperature=0.0, ignore_eos=True)
+        for _ in range(number):
+            await client.call(instance_id, "state")
+        await client.run("pause", {"mode": "keep"})
+        await standing(mixed, client, [stream])
+        await client.run("resume", {})
+        assert (await stream.end()).tokens == witnessed(1, 4)
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])

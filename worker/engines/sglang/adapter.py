@@ -278,7 +278,7 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
         if self.info.pp_size > 1:
             await self._pause_sglang("in_place")
             await self._await_steps()
-        await self._pause_sglang(how)
+        await self._pause_sglang(how)  # also again in place: then the tokens of the last steps have come
         if how == "retract":
             feeder.forget_kv()
 
@@ -286,7 +286,7 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self.process.manager.pause_generation(PauseGenerationReqInput(mode=how))
-        await self._ranks_answer()  # the pause has happened when this returns
+        await self._ranks_answer()  # then the first stage is paused, and the others are before their next step
 
     async def _await_steps(self) -> None:
         """Waits until no step of the pipeline is under way. Each of its batches ends its step in one round of the

@@ -35,6 +35,7 @@ OURS = {
     "enable_lmcache": IN_HOST_MEMORY,
     "enable_lora": "give max_lora_rank",
     "enable_paged_experts": OTHER_COPIES,
+    "enable_pdmux": "leave it out: SGLang goes on with prompts while it is paused, and would mix weights",
     "enable_unified_cache_external_linker": IN_HOST_MEMORY,
     "ep_num_redundant_experts": PLACED_ANEW,
     "hicache_storage_backend": IN_HOST_MEMORY,

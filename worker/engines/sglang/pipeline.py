@@ -3,8 +3,8 @@
 SGLang's own loop of a pipeline goes on while the engine is paused: it would make tokens while weights change. It also
 holds several batches, of which SGLang's own pause retracts the present one only.
 
-In each pass of the loop a stage takes the next batch (`mbs`), and hands its step on to the next stage. A message of
-the adapter reaches every stage before the same pass, so all stages do the same.
+In each pass of the loop a stage takes the next batch (`mbs`), and hands its step on to the next stage. Every stage gets
+a message of the adapter at the begin of the same pass, so all stages do the same.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ def choose_next_batch(choose: Any, scheduler: Any, running_batch: Any, last_batc
         return choose(scheduler, running_batch=running_batch, last_batch=last_batch)
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
-    if stands_still(scheduler):
-        scheduler.maybe_sleep_on_idle()
     return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
 
 
 def stands_still(scheduler: Any) -> bool:
-    """Reports whether no step is under way."""
+    """Reports whether the engine is paused, and its pipeline has no step under way."""
     return bool(scheduler._engine_paused) and (not is_pipeline() or all(one is None for one in scheduler.mbs))
 
 
@@ -42,8 +40,18 @@ def pause_all_batches(pause: Any, scheduler: Any, request: Any) -> None:
     pause(scheduler, request)
 
 
+def idle_while_paused(on_idle: Any, scheduler: Any) -> None:
+    """Wraps what an idle scheduler does. SGLang takes a paused pipeline for idle, and the KV of its requests for a
+    leak, at which it ends."""
+    if scheduler._engine_paused and is_pipeline():
+        scheduler._record_scheduler_state_for_paused_engine()  # the hook after it waits for the next message
+    else:
+        on_idle(scheduler)
+
+
 def _gather(scheduler: Any) -> None:
     """Moves the requests of all batches into the present one."""
+    # The adapter waits for it (`_await_steps`), and resumes nothing while it changes weights.
     assert stands_still(scheduler), "a step under way would write into memory that is given back"
     batches = [*scheduler.running_mbs, *(one for one in scheduler.last_mbs if one is not None)]
     requests = {id(one): one for batch in batches for one in batch.reqs}
@@ -55,6 +63,6 @@ def _gather(scheduler: Any) -> None:
 
 
 def with_waiting_batches(found: list[Any], scheduler: Any) -> list[Any]:
-    """A hook after SGLang collects its batches, to abort their requests: adds those whose first step has ended. While
-    the pipeline is paused, they are in no other list."""
+    """A hook after SGLang collects its batches, to abort or label their requests: adds those whose first step has
+    ended. While the pipeline is paused, they are in no other list."""
     return [*found, *scheduler.last_mbs] if is_pipeline() else found

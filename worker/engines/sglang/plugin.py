@@ -31,7 +31,12 @@ def register() -> None:
 
     from worker.engines.sglang.controller import answer_by_agent, end_with_replica
     from worker.engines.sglang.logits import sample_with_raw_logprobs, tell, telling
-    from worker.engines.sglang.pipeline import choose_next_batch, pause_all_batches, with_waiting_batches
+    from worker.engines.sglang.pipeline import (
+        choose_next_batch,
+        idle_while_paused,
+        pause_all_batches,
+        with_waiting_batches,
+    )
     from worker.engines.sglang.text_form import accept_in_time, continue_grammar, with_grammars
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
@@ -39,6 +44,7 @@ def register() -> None:
     HookRegistry.register(f"{scheduler}.handle_rpc_request", answer_by_agent, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.get_next_batch_to_run", choose_next_batch, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.pause_generation", pause_all_batches, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.on_idle", idle_while_paused, HookType.AROUND)
     HookRegistry.register(f"{scheduler}._collect_inflight_batches", with_waiting_batches, HookType.AFTER)
     HookRegistry.register(
         f"{scheduler}._record_scheduler_state_for_paused_engine", _wait_while_paused, HookType.AFTER
@@ -73,7 +79,7 @@ def child_failed(number: int, frame: Any) -> None:
 
 def _wait_while_paused(_: None, scheduler: Any) -> None:
     """Makes a paused scheduler wait for its next message as an idle one does (`sleep_on_idle`). SGLang's own loop would
-    take the core and the interpreter from the thread that loads weights."""
+    take a core, and the interpreter from the agent's threads, which stage weights."""
     scheduler.maybe_sleep_on_idle()
 
 

@@ -43,7 +43,8 @@ LOAD_AWARE = ("total_requests", "total_tokens")
 keeps its name until the engine ends."""
 
 CALL_S = 1800.0
-"""Bounds a call of all replicas: the longest swap that the hang timer allows. A death ends it at once."""
+"""Bounds the wait until every rank has ended a call: the longest swap that the hang timer allows. A death ends it at
+once."""
 
 
 class SglangProcess(EngineProcess):

@@ -48,7 +48,7 @@ class Rank:
         self._agent.start()
 
     def call(self, op: str, call: str, **arguments: Any) -> None:
-        """Runs on the scheduler's thread. Raises the error that it also stores as the outcome. `call`: its number, of
+        """Runs on the scheduler's thread. Raises the error that it also stores as the outcome. `call`: the number by
         which the adapter asks for the outcome."""
         try:
             self._run(op, arguments)
