@@ -136,7 +136,7 @@ def test_a_rank_that_refuses_updates_takes_nothing() -> None:
     rank._ended = threading.Condition()
     for op in ("updatable", "ready"):
         with pytest.raises(Unsupported):
-            rank.call(op)
+            rank.call(op, "1")
         assert rank._outcome["error"]["code"] == "unsupported"
 
 
