@@ -50,6 +50,9 @@ class Piece:
     def by_weights(self) -> Iterator[Piece]:
         """Yields pieces whose tokens the same weights made."""
         labels, count = self.labels, len(self.labels)
+        if labels and labels.count(labels[0]) == count:
+            yield self
+            return
         cuts = [0, *(at for at in range(1, count) if labels[at] != labels[at - 1]), count]
         for start, end in itertools.pairwise(cuts):
             ending = (self.finish_reason, self.routed) if end == count else (None, None)

@@ -33,8 +33,10 @@ class SpanLog:
 
     def add(self, label: Label) -> None:
         self._count += 1
-        if self._runs and self._runs[-1][0] == label:
-            self._runs.pop()
+        if self._runs:
+            last = self._runs[-1][0]
+            if last is label or last == label:  # mostly the same object, which costs no comparison of versions
+                self._runs.pop()
         self._runs.append((label, self._count))
 
     def tell(self, last: bool) -> list[VersionSpan]:

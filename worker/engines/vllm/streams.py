@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,7 +97,7 @@ class Streams:
                 finished = output.finished
                 (choice,) = output.outputs
                 fresh = list(choice.token_ids)
-                names = list(self._names_of(stream.key, choice, made, len(fresh)))
+                names = self._names_of(stream.key, choice, made, len(fresh))
                 label_of = {name: self._label(name, stream) for name in dict.fromkeys(names)}
                 piece = Piece(fresh, labels=[label_of[name] for name in names])
                 if request.prompt_logprobs and fresh and not made:
@@ -211,7 +211,7 @@ class Streams:
         sampling._bad_words_token_ids = request.bad_words_token_ids or None
         return sampling
 
-    def _names_of(self, key: str, choice: Any, made: int, count: int) -> Iterator[str | None]:
+    def _names_of(self, key: str, choice: Any, made: int, count: int) -> list[str | None]:
         """The names of the weights of `count` tokens after the first `made`. vLLM's reply has the names only at the
         end; until then they are in the front end's state of the request."""
         if choice.weight_versions is not None:
@@ -221,8 +221,10 @@ class Streams:
             internal = processor.external_req_ids.get(key)
             state = processor.request_states.get(internal[0]) if internal else None
             starts = list(state.weight_version_starts) if state is not None else []
-        for index in range(made, made + count):
-            yield next((name for name, start in reversed(starts) if start <= index), None)
+        if starts and starts[-1][1] <= made:
+            return [starts[-1][0]] * count
+        places = range(made, made + count)
+        return [next((name for name, start in reversed(starts) if start <= place), None) for place in places]
 
 
 class _End:
