@@ -39,8 +39,9 @@ def test_top_follows_a_fleet_survives_its_frontend_and_leaves_the_terminal_as_it
         started.line(event="died", name="worker-2")
         at = terminal.until(rf"{second} left \d+ s ago: SIGKILL", at)
         at = terminal.until(rf"worker {second} left", 0)
-        os.kill(ready["frontend_pid"], signal.SIGKILL)
+        os.kill(ready["frontend_pid"], signal.SIGSTOP)  # it would be back before `top` asks again
         at = terminal.until(r"no answer since \d\d:\d\d:\d\d \(\d+ s\), trying again", at)
+        os.kill(ready["frontend_pid"], signal.SIGKILL)
         started.line(event="back", name="frontend")
         terminal.until(r"1 workers, epoch", at)
         assert "Traceback" not in terminal.written
