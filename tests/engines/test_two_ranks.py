@@ -38,6 +38,7 @@ from tests.support.mixed_fleet import (
     proven,
     witnessed,
 )
+from worker.engines.common.shared_names import shared_names
 from worker.exit_codes import ENGINE_DEAD
 from worker.receive.staging import model_digest
 from worker.runtime.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S
@@ -293,6 +294,7 @@ async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
     await stream.until(tokens=2)
     draining = asyncio.create_task(client.run("pause", {"mode": "wait"}))
     await stream.until(tokens=len(stream.tokens) + 50)  # by now it waits
+    shared = shared_names(one.pid for one in family)
     os.kill(ranks[1].pid, signal.SIGKILL)
     async with asyncio.timeout(DEATH_S):
         for told in (stream.end(), draining):
@@ -301,6 +303,8 @@ async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
     assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD
     await mixed.plane.until(lambda: not any(map(lives, family)))
     assert not list(mixed.plane.tmp.glob("rl-plane-*"))
+    assert shared, "the ranks share memory that has names"
+    await mixed.plane.until(lambda: not any(one.exists() for one in shared))
 
 
 async def test_one_rank_is_killed_while_its_engine_starts(mixed: Mixed) -> None:

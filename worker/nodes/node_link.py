@@ -65,8 +65,9 @@ LOOK_S = 1.0
 """Seconds that a node has for an answer when ranks have ended, perhaps because it has."""
 
 LOOK_AGAIN_S = 0.5
-"""Seconds between two questions of one look. A node that is just ending may take a question and not answer it. The next
-question is answered by NATS: nobody listens. NATS must say so three times, 0.1 s apart, before it counts."""
+"""Seconds between two questions of one look. A node that is just ending may take a question and not answer it. Then
+NATS answers the next question: nobody listens. The node counts as gone when NATS has given this answer three times,
+0.1 s apart."""
 
 FAREWELL_S = 2.0
 """Seconds that the news of this node's end may take."""
