@@ -279,7 +279,7 @@ def _check_message(body: dict[str, Any], reply: str) -> None:
 
 
 async def _send(delta: GenerateDelta, sender: StreamSender) -> None:
-    message = {"delta": delta.model_dump()}
+    message = {"delta": delta.model_dump(exclude_defaults=True)}
     if delta.finish_reason is not None:
         await sender.finish(message)
     else:

@@ -14,14 +14,20 @@ class Alarm:
     async def wait(self, until: float | None = None) -> None:
         """Waits for `ring`, at most until this time of the loop. None: without a bound."""
         loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
         timer = None if until is None else loop.call_at(until, self.ring)
         try:
-            await self._waiter
+            await self.wait_for(loop.create_future())
         finally:
-            self._waiter = None
             if timer is not None:
                 timer.cancel()
+
+    async def wait_for(self, waiter: asyncio.Future[None]) -> None:
+        """Waits for `ring`, or until something else has ended `waiter`."""
+        self._waiter = waiter
+        try:
+            await waiter
+        finally:
+            self._waiter = None
 
     def ring(self) -> None:
         """Ends the wait. It has no effect while nothing waits."""

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Generic, TypeVar
 
 from rl_plane._util.alarm import Alarm
-from worker.runtime.gathering import next_turn
+from worker.runtime.gathering import Turns
 
 T = TypeVar("T")
 log = logging.getLogger("worker.runtime.engine_loop")
@@ -73,7 +73,7 @@ class EngineLoop:
         so many seconds and not beyond the source's end."""
         here = asyncio.get_running_loop()
         ferry = self._ferries.setdefault(here, _Ferry(self._loop, here))
-        items: _Inbox[T] = _Inbox()
+        items: _Inbox[T] = _Inbox(ferry.turns)
 
         async def pump() -> None:
             end: BaseException | None = None
@@ -90,12 +90,12 @@ class EngineLoop:
 
         begun: list[asyncio.Task[None]] = []
         last: Any = ...
-        until: float | None = None
+        hold_s = 0.0
         self._loop.call_soon_threadsafe(lambda: begun.append(self._loop.create_task(pump())))
         try:
             while last is ...:
-                batch = await items.take(until)
-                until = next_turn(here.time(), gather_s) if gather_s else None
+                batch = await items.take(hold_s)
+                hold_s = gather_s
                 if batch[-1] is None or isinstance(batch[-1], BaseException):
                     last = batch.pop()
                 if batch:
@@ -111,7 +111,8 @@ class EngineLoop:
 class _Inbox(Generic[T]):
     """The items that have come for one reader, on the reader's loop. None and an error are its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
         self._items: list[T | BaseException | None] = []
         self._ended = False
         self._alarm = Alarm()
@@ -124,15 +125,15 @@ class _Inbox(Generic[T]):
         if self._ended or not self._gathers:
             self._alarm.ring()
 
-    async def take(self, until: float | None) -> list[T | BaseException | None]:
-        """Everything that has come, once something has. It waits for more until this time of the loop, unless the end
-        has come."""
+    async def take(self, gather_s: float) -> list[T | BaseException | None]:
+        """Everything that has come, once something has. With `gather_s` it waits for more until the next turn, unless
+        the end has come."""
         if not self._items:
             await self._alarm.wait()
-        if until is not None and not self._ended:
+        if gather_s and not self._ended:
             self._gathers = True
             try:
-                await self._alarm.wait(until)
+                await self._alarm.wait_for(self._turns.next(gather_s))
             finally:
                 self._gathers = False
         taken, self._items = self._items, []
@@ -147,6 +148,8 @@ class _Ferry:
     def __init__(self, engine: asyncio.AbstractEventLoop, readers: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._readers = readers
+        self.turns = Turns()
+        """Those of the readers."""
         self._load: list[tuple[_Inbox[Any], Any]] = []
 
     def put(self, inbox: _Inbox[Any], item: Any) -> None:

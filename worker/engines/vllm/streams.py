@@ -21,8 +21,11 @@ from worker.engines.common.spans import Label
 from worker.engines.vllm.pooled_names import pooled_names
 from worker.engines.vllm.processes import VllmProcess
 from worker.engines.vllm.text_form import sampling_options
-from worker.runtime.gathering import next_turn
+from worker.runtime.gathering import Turns
 
+NO_OUTPUTS = 1 << 30
+"""Tokens between two outputs, more than a request has: vLLM makes outputs of the first token and of the end only. What
+comes between them is in vLLM's state of the request."""
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -55,6 +58,7 @@ class Streams:
         self._label_of = label_of
         self._streams: dict[str, VllmStream] = {}
         self._numbers = itertools.count(1)
+        self._turns = Turns()
 
     def of(self, request_ids: Iterable[str] | None) -> list[VllmStream]:
         """The running requests with these ids (None: all)."""
@@ -88,16 +92,13 @@ class Streams:
         stream = self._streams[request.id] = VllmStream(f"rl-plane-{next(self._numbers)}", request.adapter)
         made, finished = 0, False
         try:
-            queue = await self._submit(stream, request, prompt, lora)
-            end, loop = _End(queue), asyncio.get_running_loop()
+            outputs = _Outputs(await self._submit(stream, request, prompt, lora), self._turns)
+            tokens = _Tokens(self._llm.output_processor, stream.key)
             while not finished:
-                if made and request.gather_s:  # the queue joins what comes meanwhile
-                    await end.wait(next_turn(loop.time(), request.gather_s))
-                output = queue.get_nowait() or await queue.get()
-                finished = output.finished
-                (choice,) = output.outputs
-                fresh = list(choice.token_ids)
-                names = self._names_of(stream.key, choice, made, len(fresh))
+                output = await outputs.next(request.gather_s if made else 0.0)
+                choice: Any = output.outputs[0] if output is not None else None
+                finished = output is not None and output.finished
+                fresh, names, rows = tokens.after(made, choice)
                 label_of = {name: self._label(name, stream) for name in dict.fromkeys(names)}
                 piece = Piece(fresh, labels=[label_of[name] for name in names])
                 if request.prompt_logprobs and fresh and not made:
@@ -107,12 +108,11 @@ class Streams:
                     count = request.prompt_top_logprobs
                     piece.prompt_tops = await asyncio.to_thread(_prompt_tops, steps, prompt, count)
                 if request.logprobs:
-                    piece.logprobs = _logprobs(choice, fresh)
-                    piece.tops = _tops(choice, fresh, request.top_logprobs)
-                if request.routed_experts:
-                    piece.routed = _routed(choice.routed_experts)
+                    piece.logprobs = _logprobs(fresh, rows)
+                    piece.tops = _tops(fresh, rows, request.top_logprobs)
                 if finished:
                     piece.finish_reason = _FINISH.get(choice.finish_reason)
+                    piece.routed = _routed(choice.routed_experts) if request.routed_experts else None
                 made += len(fresh)
                 if fresh or piece.finish_reason is not None:
                     for part in piece.by_weights():
@@ -204,6 +204,7 @@ class Streams:
             prompt_logprobs=request.prompt_top_logprobs if request.prompt_logprobs else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            stream_interval=NO_OUTPUTS if request.gather_s else None,
             **sampling_options(request),
         )
         sampling.all_stop_token_ids.update(self._eos)  # `min_tokens` bars them
@@ -211,41 +212,58 @@ class Streams:
         sampling._bad_words_token_ids = request.bad_words_token_ids or None
         return sampling
 
-    def _names_of(self, key: str, choice: Any, made: int, count: int) -> list[str | None]:
-        """The names of the weights of `count` tokens after the first `made`. vLLM's reply has the names only at the
-        end; until then they are in the front end's state of the request."""
-        if choice.weight_versions is not None:
-            starts = [(span.version, span.start) for span in choice.weight_versions]
-        else:
-            processor = self._llm.output_processor
-            internal = processor.external_req_ids.get(key)
-            state = processor.request_states.get(internal[0]) if internal else None
-            starts = list(state.weight_version_starts) if state is not None else []
-        if starts and starts[-1][1] <= made:
-            return [starts[-1][0]] * count
-        places = range(made, made + count)
-        return [next((name for name, start in reversed(starts) if start <= place), None) for place in places]
 
+class _Outputs:
+    """vLLM's outputs of one request."""
 
-class _End:
-    """The end of vLLM's queue of one request: the last output, or an error."""
-
-    def __init__(self, queue: Any) -> None:
+    def __init__(self, queue: Any, turns: Turns) -> None:
+        self._queue = queue
+        self._turns = turns
         self._put = queue.put
-        self._has_come = False
         self._alarm = Alarm()
         queue.put = self._noticing
 
     def _noticing(self, output: Any) -> None:
         self._put(output)
-        if isinstance(output, Exception) or output.finished:
-            self._has_come = True
-            self._alarm.ring()
+        self._alarm.ring()
 
-    async def wait(self, until: float) -> None:
-        """Waits for the end, at most until this time of the loop."""
-        if not self._has_come:
-            await self._alarm.wait(until)
+    async def next(self, gather_s: float) -> Any:
+        """Waits for the next output. With `gather_s` it waits until the next turn at most, and returns None if no
+        output has come."""
+        output = self._queue.get_nowait()
+        if output is None and gather_s:
+            await self._alarm.wait_for(self._turns.next(gather_s))
+            return self._queue.get_nowait()
+        return output or await self._queue.get()
+
+
+class _Tokens:
+    """The tokens of one request, from vLLM's own state of it, which has them before an output tells them."""
+
+    def __init__(self, processor: Any, key: str) -> None:
+        internal = processor.external_req_ids.get(key)
+        self._state = processor.request_states.get(internal[0]) if internal else None
+        """None: the request ended before it was looked at. Its only output has all of its tokens."""
+
+    def after(self, made: int, choice: Any) -> tuple[list[int], list[str | None], Any]:
+        """Returns the tokens after the first `made`, the names of their weights, and their logprobs, if vLLM has some.
+        `choice`: that of the output that has come, or None."""
+        state = self._state
+        if state is None:
+            starts = [(span.version, span.start) for span in choice.weight_versions or ()]
+            ids, logprobs = list(choice.token_ids), choice.logprobs
+        else:
+            starts, rows = state.weight_version_starts, state.logprobs_processor.logprobs
+            ids, logprobs = state.detokenizer.output_token_ids[made:], rows and rows[made:]
+        return ids, _names(starts, made, len(ids)), logprobs
+
+
+def _names(starts: list[tuple[str, int]], made: int, count: int) -> list[str | None]:
+    """The names of the weights of `count` tokens after the first `made`. `starts`: each name, and its first token."""
+    if starts and starts[-1][1] <= made:
+        return [starts[-1][0]] * count
+    places = range(made, made + count)
+    return [next((name for name, start in reversed(starts) if start <= place), None) for place in places]
 
 
 def _prompt_logprobs(steps: list[Any], prompt: list[int]) -> list[float | None]:
@@ -279,14 +297,14 @@ def _routed(rows: Any) -> RoutedExperts | None:
     return RoutedExperts(layers=layers, top_k=top_k, width=rows.itemsize, data=rows.tobytes())
 
 
-def _logprobs(choice: Any, token_ids: list[int]) -> list[float]:
-    return [step[token].logprob for token, step in zip(token_ids, choice.logprobs, strict=True)]
+def _logprobs(token_ids: list[int], steps: Any) -> list[float]:
+    return [step[token].logprob for token, step in zip(token_ids, steps, strict=True)]
 
 
-def _tops(choice: Any, token_ids: list[int], count: int) -> list[Top]:
+def _tops(token_ids: list[int], steps: Any, count: int) -> list[Top]:
     if not count:
         return []
-    return [_likeliest(token, step, count) for token, step in zip(token_ids, choice.logprobs, strict=True)]
+    return [_likeliest(token, step, count) for token, step in zip(token_ids, steps, strict=True)]
 
 
 def _likeliest(token: int, step: Any, count: int) -> Top:
