@@ -21,6 +21,7 @@ from tests.support.faults import Stream
 from tests.support.fleet_updates import update_of
 from tests.support.moe import MOE_TOLERANCE, greedy_gap
 from tests.support.moe_fleet import PROMPT, MoeFleet, canary_of, client, http, moe_fleet, proven
+from worker.engines.common.shared_names import mapped_files, names_of
 from worker.exit_codes import ENGINE_DEAD
 
 __all__ = ["client", "http"]
@@ -118,6 +119,7 @@ async def test_a_killed_process_takes_all_others_with_it(
     fleet."""
     worker = fleet.plane.spawned[-1]
     family = psutil.Process(worker.process.pid).children(recursive=True)
+    shared = mapped_files(one.pid for one in family)
     stream = stream_of(fleet, client)
     await stream.until(tokens=5)
     if request.node.callspec.params["fleet"] == "true":
@@ -131,3 +133,5 @@ async def test_a_killed_process_takes_all_others_with_it(
         assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD
         assert " of replica 1 has ended" in worker.log.read_text()
     await fleet.plane.until(lambda: not any(map(lives, family)))
+    assert shared
+    assert not names_of(shared)

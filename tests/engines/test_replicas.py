@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -36,6 +37,8 @@ from tests.support.mixed_fleet import (
     http,
     proven,
 )
+from worker.engines.common.shared_names import mapped_files, names_of
+from worker.engines.sglang.processes import LOADS
 from worker.exit_codes import ENGINE_DEAD
 from worker.testing.tiny_model import make_witness_model, witness_next_token
 
@@ -195,6 +198,9 @@ async def test_one_replica_is_killed_while_weights_come(mixed: Mixed, client: Rl
     family = psutil.Process(worker.process.pid).children(recursive=True)
     ranks = [one for one in family if one.name().startswith(PROCESSES[engine])]
     assert len(ranks) == REPLICAS
+    if engine == "sglang":
+        assert _readers_of_loads(family) == REPLICAS + 1, "its controller can choose by load"
+    shared = mapped_files(one.pid for one in family)
     streams = await streams_of(mixed, client)
     with GroupTrainer(mixed.plane) as trainer:
         await Pushing(client, trainer).prepare(mixed.base(2), "unborn")
@@ -213,4 +219,10 @@ async def test_one_replica_is_killed_while_weights_come(mixed: Mixed, client: Rl
     assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD
     assert " of replica 1 has ended" in worker.log.read_text()
     await mixed.plane.until(lambda: not any(map(lives, family)))
+    assert shared
+    assert not names_of(shared)
     assert not list(mixed.plane.tmp.glob("rl-plane-*"))
+
+
+def _readers_of_loads(family: list[psutil.Process]) -> int:
+    return sum(LOADS in Path(f"/proc/{one.pid}/maps").read_text() for one in family)

@@ -42,6 +42,7 @@ from tests.support.mixed_fleet import (
     standing,
     witnessed,
 )
+from worker.engines.common.shared_names import mapped_files, names_of
 from worker.exit_codes import ENGINE_DEAD, OK
 from worker.testing.tiny_model import make_tiny_model, make_witness_model
 
@@ -316,10 +317,13 @@ async def test_the_other_node_is_killed(
 
 async def test_the_head_is_killed(mixed: Nodes, client: RlClient, http: httpx.AsyncClient) -> None:
     family = mixed.family()
+    shared = mapped_files(one.pid for one in family)
     mixed.head.signal(signal.SIGKILL)
     assert await mixed.end_within(LOST_S + END_S, mixed.node) == [ENGINE_DEAD]
     assert "node rank 0" in mixed.node.log.read_text(errors="replace")
     await mixed.plane.until(lambda: not any(map(lives, family)))
+    assert shared
+    assert not names_of(shared)
     await asyncio.to_thread(mixed.start)
     await mixed.plane.until(partial(_serves, client), HEAL_S)
 

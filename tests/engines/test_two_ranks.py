@@ -38,7 +38,7 @@ from tests.support.mixed_fleet import (
     proven,
     witnessed,
 )
-from worker.engines.common.shared_names import shared_names
+from worker.engines.common.shared_names import mapped_files, names_of
 from worker.exit_codes import ENGINE_DEAD
 from worker.receive.staging import model_digest
 from worker.runtime.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S
@@ -286,7 +286,7 @@ async def _killed_at_the_memory(mixed: Mixed, client: RlClient, kill: Callable[[
 
 
 async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
-    """The last one. All ends, soon, and leaves nothing."""
+    """All ends, soon, and leaves nothing. The tests after it start workers of their own."""
     ((engine, instance_id),) = mixed.ids.items()
     worker, family, ranks = _ranks(mixed)
     assert list(mixed.plane.tmp.glob("rl-plane-*"))
@@ -294,7 +294,7 @@ async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
     await stream.until(tokens=2)
     draining = asyncio.create_task(client.run("pause", {"mode": "wait"}))
     await stream.until(tokens=len(stream.tokens) + 50)  # by now it waits
-    shared = shared_names(one.pid for one in family)
+    shared = mapped_files(one.pid for one in family)
     os.kill(ranks[1].pid, signal.SIGKILL)
     async with asyncio.timeout(DEATH_S):
         for told in (stream.end(), draining):
@@ -303,8 +303,30 @@ async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
     assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD
     await mixed.plane.until(lambda: not any(map(lives, family)))
     assert not list(mixed.plane.tmp.glob("rl-plane-*"))
-    assert shared, "the ranks share memory that has names"
-    await mixed.plane.until(lambda: not any(one.exists() for one in shared))
+    assert not names_of(shared)
+
+
+@pytest.mark.parametrize("who", ["worker", "all its processes"])
+async def test_a_kill_leaves_no_shared_memory(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, who: str
+) -> None:
+    """The second kill also ends the process that deletes what others leave."""
+    ((engine, instance_id),) = mixed.ids.items()
+    await asyncio.to_thread(_spawn, mixed, engine, instance_id)
+    await client.run("update_weights", update_of(mixed.base(3), who))
+    await proven(http, mixed, who, mixed.base(3))
+    worker, family, _ = _ranks(mixed)
+    processes = [psutil.Process(worker.process.pid), *family]
+    killed = processes[:1] if who == "worker" else processes
+    for one in killed:
+        one.suspend()
+    shared = mapped_files(one.pid for one in processes)
+    assert shared, "the ranks share memory"
+    for one in killed:
+        one.kill()
+    assert await asyncio.to_thread(worker.process.wait, END_S) == -signal.SIGKILL
+    await mixed.plane.until(lambda: not any(map(lives, processes)))
+    assert not names_of(shared)
 
 
 async def test_one_rank_is_killed_while_its_engine_starts(mixed: Mixed) -> None:

@@ -31,3 +31,9 @@ def end_with_replica(launch: Any, controller: Any, *arguments: Any, **more: Any)
         if killed([one for one in controller.scheduler_procs if one is not None], SHOWS_S) is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(1)
+
+
+def open_loads(_: None, controller: Any, *arguments: Any, **more: Any) -> None:
+    """A hook after the controller's constructor, which starts the replicas: opens the file in which they report their
+    load. SGLang's own controller opens it at its first request, when the file has no name any more."""
+    controller.load_snapshot_reader.read_all()

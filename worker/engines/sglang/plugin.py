@@ -24,12 +24,15 @@ def register() -> None:
     if told is None:
         return
     if json.loads(told)["worker"] != os.getpid():
+        from worker.engines.common.shared_names import make_no_semaphore
         from worker.receive.rank_agents.agent_server import belong_to_worker
 
         belong_to_worker()
+        make_no_semaphore()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from worker.engines.sglang.controller import answer_by_agent, end_with_replica
+    from worker.engines.common.shared_names import delete_name_of_ring
+    from worker.engines.sglang.controller import answer_by_agent, end_with_replica, open_loads
     from worker.engines.sglang.logits import sample_with_raw_logprobs, tell, telling
     from worker.engines.sglang.pipeline import (
         choose_next_batch,
@@ -51,6 +54,9 @@ def register() -> None:
     )
     controller = "sglang.srt.managers.data_parallel_controller.DataParallelController"
     HookRegistry.register(f"{controller}.launch_tensor_parallel_group", end_with_replica, HookType.AROUND)
+    HookRegistry.register(f"{controller}.__init__", open_loads, HookType.AFTER)
+    queue = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue"
+    HookRegistry.register(f"{queue}.wait_until_ready", delete_name_of_ring, HookType.AROUND)
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _listen_there, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", sample_with_raw_logprobs, HookType.AROUND)
     grammars = "sglang.srt.constrained.grammar_manager.GrammarManager"

@@ -38,10 +38,6 @@ POLL_MS = 100
 LOADS = "sglang_loads_"
 """The begin of the name of the file in which SGLang's schedulers report their load. SGLang never deletes it."""
 
-LOAD_AWARE = ("total_requests", "total_tokens")
-"""With these methods the controller of the replicas opens that file at its first request. The file then
-keeps its name until the engine ends."""
-
 CALL_S = 1800.0
 """Bounds the wait until every rank has ended a call: the longest swap that the hang timer allows. A death ends it at
 once."""
@@ -65,7 +61,6 @@ class SglangProcess(EngineProcess):
         """Held by the thread that uses the socket of remote calls."""
         self._asked: set[asyncio.Task[Any]] = set()
         self._on_death: Callable[[EngineDied], None] = lambda error: None
-        self._load_files: set[Path] = set()
 
     def on_death(self, tell: Callable[[EngineDied], None]) -> None:
         self._on_death = tell
@@ -242,19 +237,18 @@ class SglangProcess(EngineProcess):
 
     async def _start_processes(self) -> Path:
         directory = await super()._start_processes()
-        self._load_files = shared_names(self.pids(), LOADS)
         reader = getattr(self._manager, "load_snapshot_reader", None)
         if reader is not None:
-            reader.read_all()  # opens the file
-        if self.arguments.get("load_balance_method") not in LOAD_AWARE:
-            self._delete_load_files()
+            reader.read_all()  # opens the file; a controller of replicas has opened it
+        self._delete_load_files()
         return directory
 
     def _delete_load_files(self) -> None:
+        files = shared_names(self.pids(), LOADS)
         path = getattr(getattr(self._manager, "load_snapshot_reader", None), "path", None)
         if path is not None:  # also when the start has failed
-            self._load_files.add(Path(path))
-        for one in self._load_files:
+            files.add(Path(path))
+        for one in files:
             one.unlink(missing_ok=True)
 
     async def _start_agents(self, directory: Path) -> None:

@@ -36,6 +36,7 @@ def register() -> None:
     _report_load()
     _leave_no_nan_in_blocks()
     _end_as_a_rank_does()
+    _delete_shared_names()
     take_temperatures_as_they_are()
     _correct_cpu_build()
     watch_loads()
@@ -45,9 +46,10 @@ def _correct_cpu_build() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from worker.engines.vllm.patches.cpu_build import correct_experts, poll_politely
+        from worker.engines.vllm.patches.cpu_build import correct_experts, delete_names_of_ranks, poll_politely
 
         poll_politely()
+        delete_names_of_ranks()
         correct_experts()
 
 
@@ -110,6 +112,16 @@ def _end_as_a_rank_does() -> None:
         really(ranks)
 
     MultiprocExecutor._ensure_worker_termination = staticmethod(end)
+
+
+def _delete_shared_names() -> None:
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    from worker.engines.common.shared_names import delete_name_of_ring, make_no_semaphore
+
+    make_no_semaphore()
+    really = MessageQueue.wait_until_ready
+    MessageQueue.wait_until_ready = lambda queue: delete_name_of_ring(really, queue)
 
 
 def take_temperatures_as_they_are() -> None:

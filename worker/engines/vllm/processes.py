@@ -17,7 +17,6 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
 from worker.engines.common.replicas import check_replicas
-from worker.engines.common.shared_names import shared_names
 from worker.engines.vllm.args import check_cpu, check_experts, completed, thread_binding
 from worker.engines.vllm.here import HERE, Here
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
@@ -33,8 +32,6 @@ T = TypeVar("T")
 log = logging.getLogger("worker.engines.vllm.processes")
 
 NO_TRITON = "vLLM tells them by its second model runner only, which needs Triton: this build has none"
-SEGMENTS = "vllm_dist_"
-"""The begin of the names of the memory that the ranks of vLLM's CPU build share. A rank that is killed leaves it."""
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
 
@@ -52,7 +49,6 @@ class VllmProcess(EngineProcess):
         super().__init__(options, arguments)
         self._parallel: Any = None
         """vLLM's parallel config, also of a node that is not the head."""
-        self._segments: set[Path] = set()
 
     @property
     def llm(self) -> Any:
@@ -118,13 +114,6 @@ class VllmProcess(EngineProcess):
             except Exception:  # such as one about a process that ends meanwhile
                 log.exception("vLLM's own shutdown has failed; its processes are killed now")
         await self._end_processes()
-        for one in self._segments:
-            one.unlink(missing_ok=True)
-
-    async def _start_processes(self) -> Path:
-        directory = await super()._start_processes()
-        self._segments = shared_names(self.pids(), SEGMENTS)
-        return directory
 
     # building
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import Any
+
+from worker.engines.common.shared_names import shared_names
 
 POLL_S = 2e-5
 """Seconds between two polls: far below the time of a step, and enough for other processes to run."""
@@ -19,6 +22,22 @@ def poll_politely() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = lambda: time.sleep(POLL_S)
+
+
+def delete_names_of_ranks() -> None:
+    """Deletes the names of the memory by which ranks exchange tensors, once every rank has mapped it. vLLM deletes them
+    when a rank ends by itself."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    really = _CPUSHMDistributed._init_cpu_shm
+
+    def share(group: Any) -> int:
+        handle = really(group)  # returns in no rank before all have mapped the memory of all
+        for name in shared_names([os.getpid()], group.group_name):
+            name.unlink(missing_ok=True)  # another rank may have deleted it
+        return int(handle)
+
+    _CPUSHMDistributed._init_cpu_shm = share
 
 
 def correct_experts() -> None:
