@@ -19,7 +19,7 @@ from tests.conftest import Plane, lives
 from tests.support import experts_over_gloo, moe_scenarios
 from tests.support.faults import Stream
 from tests.support.fleet_updates import update_of
-from tests.support.moe import MOE_TOLERANCE, greedy_gap
+from tests.support.moe import MOE_TOLERANCE, QWEN_CONTEXT, greedy_gap
 from tests.support.moe_fleet import PROMPT, MoeFleet, canary_of, client, http, moe_fleet, proven
 from worker.engines.common.shared_names import mapped_files, names_of
 from worker.exit_codes import ENGINE_DEAD
@@ -29,8 +29,8 @@ __all__ = ["client", "http"]
 pytestmark = [pytest.mark.engines("vllm"), pytest.mark.alone, pytest.mark.timeout(600)]
 
 REPLICAS = 2
-ENDLESS = 1500
-"""More tokens than a stream makes in a test."""
+ENDLESS = QWEN_CONTEXT - len(PROMPT)
+"""The most tokens that a stream can make. Each test waits for what it needs, and ends its streams itself."""
 PLACES = 4
 """Requests that run at once on a replica."""
 END_S = 60.0
@@ -51,6 +51,7 @@ def fleet(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> It
         data_parallel_size=REPLICAS,
         enable_expert_parallel=request.param,
         max_num_seqs=PLACES,
+        max_model_len=QWEN_CONTEXT,
     ) as found:
         yield found
 

@@ -21,6 +21,9 @@ MOE_TOLERANCE = 0.01
 """The largest difference between a logprob of an engine in bfloat16 and `float32_logprobs`. The largest difference that
 a correct engine shows is near 0.003."""
 
+QWEN_CONTEXT = 32768
+"""The most tokens of a request to the model of `make_qwen_moe`, unless an engine is started with fewer."""
+
 BIASES = (128.0, 128.51, 129.49, 129.52)
 """The router biases of `make_glm_moe`, in another order in each layer. They are so far apart that an engine's rounding
 changes no choice: the two largest win for every token. bfloat16 has steps of 1 there: a bias that was rounded to it
@@ -80,7 +83,7 @@ def make_qwen_moe(path: Path, seed: int, dtype: str = "bfloat16", attention_bias
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=2048,
+        max_position_embeddings=QWEN_CONTEXT,
         tie_word_embeddings=False,
         attention_bias=attention_bias,
     )

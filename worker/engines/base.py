@@ -85,6 +85,11 @@ class EngineOptions:
     """`--task`: what the model does. The worker refuses another one than `generate` of an adapter without `CanPool`."""
 
     @property
+    def hosts(self) -> int:
+        """The number of hosts of the engine."""
+        return 1 if self.nodes is None else self.nodes.settings.count
+
+    @property
     def places(self) -> TransportContext:
         return TransportContext(
             (*self.weight_roots, self.model),
@@ -213,7 +218,9 @@ class AdapterLost(EngineFailed):
 class EngineAdapter(ABC):
     """The worker's handle of one engine.
 
-    Life: `build(options)` makes the adapter and starts nothing. `start` builds the engine. `close` ends the engine.
+    Life: `build(options)` makes the adapter and starts nothing. It refuses each setting that it can judge without the
+    other hosts of an engine, which the worker looks for between `build` and `start`. `start` builds the engine. `close`
+    ends the engine.
     """
 
     @abstractmethod

@@ -1,4 +1,5 @@
-"""Holds the tokens of a reply that is sent at its end back for a moment, to handle many of them at once."""
+"""Chooses the times at which a request with `gather_s` hands its tokens on. Its client reads the reply at its end, so
+the worker holds the tokens after the first one back for a moment, and sends many at once."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import asyncio
 
 
 def next_turn(now: float, gather_s: float) -> float:
-    """The time after `now` at which requests hand their tokens on. All requests have the same times, so one wake-up and
-    one message do for the tokens of all."""
+    """Returns the first multiple of `gather_s` after `now`. Requests with the same `gather_s` have the same times: the
+    loop wakes up once for all of them, and sends their tokens to a frontend in one message."""
     return (now // gather_s + 1) * gather_s
 
 

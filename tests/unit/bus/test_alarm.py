@@ -1,4 +1,4 @@
-"""Tests a waiter that is woken, or waits so long."""
+"""Tests that a wait ends by a ring, and by its time."""
 
 from __future__ import annotations
 

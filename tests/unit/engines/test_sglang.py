@@ -100,11 +100,39 @@ class Process:
     def check_alive(self) -> None: ...
 
 
+class PipelineProcess(Process):
+    """Stands in for the processes of a pipeline of two stages. The second stage has ended its steps at the call number
+    `still_at`. `asked` has the calls in their order."""
+
+    def __init__(self, still_at: int = 1) -> None:
+        super().__init__()
+        arguments = SimpleNamespace(pp_size=2, pp_async_batch_depth=1)
+        self.engine = SimpleNamespace(server_args=arguments)
+        self.asked: list[str] = []
+        self.still_at = still_at
+
+    async def pause_generation(self, asked: Any) -> None:
+        self.asked.append(asked.mode)
+
+    async def continue_generation(self, asked: Any) -> None:
+        self.asked.append("continue")
+
+    async def get_internal_state(self) -> None:
+        self.asked.append("answer")
+
+    async def call(self, op: str, **arguments: str) -> Any:
+        self.asked.append(op)
+        second = self.asked.count("stands_still") >= self.still_at
+        return [{"rank": 0, "still": True}, {"rank": 1, "still": second}]
+
+
 class StandIn(adapter.SglangEngine):
     """An engine without SGLang that reports that it can release memory."""
 
+    stages = 1
+
     async def _start(self) -> EngineInfo:
-        feeder: Any = SimpleNamespace(close=lambda: None, forget_kv=lambda: None)
+        feeder: Any = SimpleNamespace(close=lambda: None, forget_kv=lambda: None, open=lambda: None)
         self._feeder = feeder
         return EngineInfo(
             engine="sglang",
@@ -112,7 +140,8 @@ class StandIn(adapter.SglangEngine):
             model="none",
             dtype="float32",
             device="cpu",
-            world_size=1,
+            world_size=self.stages,
+            pp_size=self.stages,
             vocab_size=16,
             max_model_len=16,
             lacks={},
@@ -120,18 +149,24 @@ class StandIn(adapter.SglangEngine):
         )
 
 
+class StandInPipeline(StandIn):
+    stages = 2
+
+
 @pytest.fixture
-def process() -> Any:
-    return Process()
+def process(request: pytest.FixtureRequest) -> Any:
+    return getattr(request, "param", Process)()
 
 
 @pytest.fixture
 async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: Any) -> StandIn:
     (tmp_path / "config.json").write_text("{}")
-    names = ("PauseGenerationReqInput", "ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput")
-    bodies = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace))
+    ops = ("PauseGeneration", "ContinueGeneration", "ReleaseMemoryOccupation", "ResumeMemoryOccupation")
+    bodies = SimpleNamespace(**{f"{op}ReqInput": SimpleNamespace for op in ops})
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", bodies)
-    engine = StandIn(EngineOptions(tmp_path), process)
+    engine = (StandInPipeline if isinstance(process, PipelineProcess) else StandIn)(
+        EngineOptions(tmp_path), process
+    )
     await engine.start()
     return engine
 
@@ -162,6 +197,53 @@ async def test_memory_is_not_asked_for_twice_where_a_caller_gave_up(engine: Stan
         process.lets_go.set()
         await again
     assert process.calls == [("release", ["kv_cache"]), ("resume", ["kv_cache"])]
+
+
+IN_PLACE = ["in_place", "answer"]
+STANDS = "stands_still"
+
+
+@pytest.mark.parametrize(
+    ("process", "still_at"), [(PipelineProcess, 1), (PipelineProcess, 4)], indirect=["process"]
+)
+async def test_a_pause_returns_when_no_stage_has_a_step_under_way(
+    engine: StandIn, process: PipelineProcess, still_at: int
+) -> None:
+    """The second pause in place returns when the tokens of the last steps have come."""
+    process.still_at = still_at
+    assert await engine.pause("keep", False) is False
+    assert process.asked == [*IN_PLACE, *[STANDS] * still_at, *IN_PLACE]
+
+
+@pytest.mark.parametrize("process", [PipelineProcess], indirect=True)
+async def test_requests_are_retracted_when_no_stage_has_a_step_under_way(
+    engine: StandIn, process: PipelineProcess
+) -> None:
+    process.lets_go.set()
+    process.still_at = 3
+    await engine.release_memory(["kv_cache"])
+    assert process.asked == [*IN_PLACE, STANDS, STANDS, STANDS, "retract", "answer"]
+
+
+@pytest.mark.parametrize("process", [PipelineProcess], indirect=True)
+async def test_a_pipeline_that_makes_steps_while_it_is_paused_runs_on(
+    engine: StandIn, process: PipelineProcess
+) -> None:
+    """Each of its three batches ends its step in one round of the loop."""
+    process.still_at = 5
+    with pytest.raises(EngineFailed, match="makes steps while it is paused"):
+        await engine.pause("keep", False)
+    assert process.asked == [*IN_PLACE, *[STANDS] * 4, "continue"]
+
+
+async def test_one_stage_is_paused_at_once(
+    engine: StandIn, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def call(op: str) -> None:
+        pytest.fail(f"{op} was called")
+
+    monkeypatch.setattr(process, "call", call)
+    await engine.pause("keep", False)
 
 
 class RefusingProcess(Process):

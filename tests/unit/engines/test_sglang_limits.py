@@ -1,4 +1,4 @@
-"""The checks of a model before SGLang starts with it, and before SGLang loads weights."""
+"""The checks of a model and of its settings before SGLang starts with it, and before SGLang loads weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from rl_plane.errors import InvalidRequest, Unsupported
+from worker.engines.base import EngineOptions
+from worker.engines.sglang.adapter import build
+from worker.engines.sglang.args import check_nodes
 from worker.engines.sglang.limits import ATTENTION, check_model, check_updates, lora_targets_on_cpu
 
 
@@ -76,3 +79,43 @@ def test_sglangs_own_refusals_are_asked(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="keeps a split of its weights") as caught:
         check_updates(runner)
     assert caught.value.facts["field"] == "engine"
+
+
+@pytest.mark.parametrize(
+    ("stages", "parts", "nodes"),
+    [(1, 1, 1), (3, 1, 1), (2, 1, 2), (4, 1, 2), (1, 4, 2), (3, 2, 3), (6, 1, 3), (2, 2, 4), (2, 6, 6)],
+)
+def test_a_node_has_whole_stages_or_an_even_part_of_one(stages: int, parts: int, nodes: int) -> None:
+    check_nodes({"pp_size": stages, "tp_size": parts}, nodes)
+
+
+@pytest.mark.parametrize(
+    ("stages", "parts", "nodes"), [(1, 1, 2), (3, 1, 2), (3, 2, 2), (1, 3, 2), (2, 1, 4), (2, 3, 4), (4, 3, 6)]
+)
+def test_a_model_that_nodes_can_not_share_is_refused(stages: int, parts: int, nodes: int) -> None:
+    """SGLang's own check lets (3, 2, 2) pass. It would start no process for the last stage."""
+    with pytest.raises(InvalidRequest, match=f"divided among {nodes} nodes") as caught:
+        check_nodes({"pp_size": stages, "tp_size": parts}, nodes)
+    assert caught.value.facts["field"] == "nnodes"
+    assert caught.value.facts["fix"]
+
+
+@pytest.mark.parametrize("name", ["pp_size", "tp_size", "dp_size"])
+def test_a_size_is_at_least_1(name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_nodes({name: 0}, 1)
+    assert (caught.value.facts["field"], caught.value.facts["fix"]) == (f"engine_arg.{name}", "give 1 or more")
+
+
+def test_replicas_are_on_one_host() -> None:
+    with pytest.raises(InvalidRequest, match="one host"):
+        check_nodes({"dp_size": 2, "tp_size": 2}, 2)
+
+
+def test_a_model_that_can_not_be_served_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"no config\.json") as caught:
+        build(EngineOptions(tmp_path, device="cpu", extra={"max_lora_rank": "8"}))
+    assert caught.value.facts["field"] == "model"
+    dense = model_of(tmp_path, architectures=["Qwen3MoeForCausalLM"], mlp_only_layers=[1])
+    with pytest.raises(Unsupported, match="dense layers"):
+        build(EngineOptions(dense, device="cpu"))

@@ -10,11 +10,12 @@ from worker.engines.vllm.args import (
     CPU_KV_CACHE_BYTES,
     LORA_SLOTS,
     check_cpu,
+    check_device,
     check_experts,
+    check_nodes,
     completed,
     thread_binding,
 )
-from worker.engines.vllm.processes import _check_device
 
 SEEDED = {"seed": 7}
 """A seed set by hand, which wins."""
@@ -71,9 +72,22 @@ def test_what_fails_on_a_cpu_is_refused_there() -> None:
     check_cpu({"enable_expert_parallel": True, "pipeline_parallel_size": 1, "tensor_parallel_size": 2})
 
 
+def test_nodes_have_the_same_number_of_ranks() -> None:
+    for arguments in ({}, {"tensor_parallel_size": 3}, {"tensor_parallel_size": 3, "pipeline_parallel_size": 3}):
+        check_nodes(arguments, 1)
+        with pytest.raises(InvalidRequest, match="ranks can't be divided among 2 nodes") as caught:
+            check_nodes(arguments, 2)
+        assert caught.value.facts["field"] == "nnodes"
+        assert caught.value.facts["fix"]
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        check_nodes({key: 4}, 2)
+    with pytest.raises(InvalidRequest, match="one host"):
+        check_nodes({"tensor_parallel_size": 2, "data_parallel_size": 2}, 2)
+
+
 @pytest.mark.parametrize(("device", "on_cpu"), [("auto", True), ("cpu", True), ("cuda", False), ("cuda:0", False)])
 def test_a_device_that_vllm_can_take(device: str, on_cpu: bool) -> None:
-    _check_device(device, on_cpu)
+    check_device(device, on_cpu)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +96,7 @@ def test_a_device_that_vllm_can_take(device: str, on_cpu: bool) -> None:
 )
 def test_a_device_that_it_would_not_take_is_refused(device: str, on_cpu: bool, known: str) -> None:
     with pytest.raises(InvalidRequest, match=device) as caught:
-        _check_device(device, on_cpu)
+        check_device(device, on_cpu)
     assert caught.value.facts["field"] == "device"
     assert caught.value.facts["fix"] == f"use {known}; CUDA_VISIBLE_DEVICES says which"
 

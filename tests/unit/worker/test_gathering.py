@@ -1,4 +1,4 @@
-"""Tests when tokens that were held back go on."""
+"""Tests the times at which held-back tokens are handed on."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from worker.engines.common.replicas import scores_of_replicas
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.common.tool_call_parsing import ARGUMENT, NO_PARSER, ToolCallParsing
-from worker.engines.sglang.args import parse_arguments
+from worker.engines.sglang.args import check_cpu, check_nodes, parse_arguments
 from worker.engines.sglang.limits import RAW_EMBEDDING, check_model, check_pooling, lora_targets_on_cpu
 from worker.engines.sglang.lora_references import lora_reference
 from worker.engines.sglang.processes import SglangProcess
@@ -88,6 +88,8 @@ def lacking_seeds(on_cpu: bool, backend: str, deterministic: bool) -> dict[str, 
 
 
 def _process_of(options: EngineOptions) -> SglangProcess:
+    options.check_model()
+    check_model(options.model)
     device, _, gpu = _device(options.device).partition(":")
     on_cpu = device == "cpu"
     if on_cpu:
@@ -98,6 +100,9 @@ def _process_of(options: EngineOptions) -> SglangProcess:
     }
     extra = dict(options.extra) | {name: "true" for name, given in named.items() if given}
     arguments = parse_arguments(extra)
+    check_nodes(arguments, options.hosts)
+    if on_cpu:
+        check_cpu(arguments)
     if on_cpu and arguments.get("enable_lora"):
         asked = arguments["lora_target_modules"] if "lora_target_modules" in extra else None
         arguments["lora_target_modules"] = lora_targets_on_cpu(options.model, asked)
@@ -153,9 +158,8 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
         return calls_of(name, self._tokenizer, tools, self._text_of(token_ids, skip_special_tokens=False))
 
     def _check_model(self) -> None:
-        """Checks the model before SGLang loads it, since SGLang's own errors say less."""
+        """Checks the model's files before SGLang loads them, since SGLang's own errors say less."""
         open_checkpoint(self._options.model, field="model").close()
-        check_model(self._options.model)
 
     def _describe(self) -> EngineInfo:
         import sglang

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_plane.errors import InvalidRequest
+from worker.engines.common.replicas import check_replicas
 
 IN_HOST_MEMORY = "KV kept elsewhere would outlive an update; enable_hierarchical_cache keeps it in host memory"
 
@@ -110,6 +111,24 @@ def check_cpu(arguments: Mapping[str, Any]) -> None:
             "SGLang's CPU kernels for experts read at the place -1 for those of another rank",
             field="engine_arg.ep_size",
             fix="leave it out: with tp_size alone each rank has a part of every expert",
+        )
+
+
+def check_nodes(arguments: Mapping[str, Any], nodes: int) -> None:
+    """Raises InvalidRequest for a model that SGLang can't divide among so many nodes. A node has whole stages of the
+    pipeline, or a part of one stage."""
+    check_replicas(int(arguments.get("dp_size", 1)), nodes, "dp_size")
+    stages, parts = (int(arguments.get(name, 1)) for name in ("pp_size", "tp_size"))
+    for name, size in (("pp_size", stages), ("tp_size", parts)):
+        if size < 1:
+            raise InvalidRequest(f"{name} is {size}", field=f"engine_arg.{name}", fix="give 1 or more")
+    nodes_of_stage, rest = divmod(nodes, stages)
+    if stages % nodes and (rest or parts % nodes_of_stage):
+        raise InvalidRequest(
+            f"a model with pp_size {stages} and tp_size {parts} can't be divided among {nodes} nodes",
+            field="nnodes",
+            fix="use a pp_size that nnodes divides; or one that divides nnodes, with a tp_size that nnodes/pp_size "
+            "divides",
         )
 
 

@@ -1,10 +1,16 @@
-"""A pause of SGLang's pipeline, on the scheduler's thread of every rank.
+"""Pauses SGLang's pipeline. It runs on the scheduler's thread, in every rank.
 
-SGLang's own loop of a pipeline goes on while the engine is paused: it would make tokens while weights change. It also
-holds several batches, of which SGLang's own pause retracts the present one only.
+SGLang's own loop of a pipeline continues while the engine is paused: it would make tokens while weights change. The
+loop also has several batches, and SGLang's own pause retracts the requests of one of them.
 
-In each pass of the loop a stage takes the next batch (`mbs`), and hands its step on to the next stage. Every stage gets
-a message of the adapter at the begin of the same pass, so all stages do the same.
+The loop takes its batches in turn. In each pass a stage reads its messages, chooses the next step of one batch, runs it
+and sends it to the next stage. Every stage reads a message of the adapter in the same pass, so all stages do the same.
+The scheduler has three lists with one place for each batch:
+
+- `running_mbs`: the requests that make tokens.
+- `mbs`: the step that is under way. None: there is none.
+- `last_mbs`: the step that has ended last. After the step of a prompt, the next choice moves the request to the running
+  ones. While the pipeline is paused, such a request is in no other list.
 """
 
 from __future__ import annotations
@@ -19,7 +25,8 @@ def is_pipeline() -> bool:
 
 
 def choose_next_batch(choose: Any, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
-    """Wraps the scheduler's choice of the next batch. A paused pipeline begins no step, and ends those under way."""
+    """Wraps the scheduler's choice of the next step. A paused pipeline chooses none. Its loop ends the steps that are
+    under way."""
     if not (scheduler._engine_paused and is_pipeline()):
         return choose(scheduler, running_batch=running_batch, last_batch=last_batch)
     from sglang.srt.managers.schedule_batch import NextBatchPlan
@@ -33,25 +40,24 @@ def stands_still(scheduler: Any) -> bool:
 
 
 def pause_all_batches(pause: Any, scheduler: Any, request: Any) -> None:
-    """Wraps the scheduler's pause. Where it retracts requests, it retracts those of all batches: the adapter waits
-    before until the pipeline stands still."""
+    """Wraps the scheduler's pause. A retraction takes the requests of all batches. The pipeline must stand still: the
+    adapter has waited for that."""
     if request.mode == "retract" and is_pipeline():
         _gather(scheduler)
     pause(scheduler, request)
 
 
 def idle_while_paused(on_idle: Any, scheduler: Any) -> None:
-    """Wraps what an idle scheduler does. SGLang takes a paused pipeline for idle, and the KV of its requests for a
-    leak, at which it ends."""
+    """Wraps what an idle scheduler does. SGLang takes a paused pipeline for idle and the KV of its requests for a leak,
+    and ends itself."""
     if scheduler._engine_paused and is_pipeline():
-        scheduler._record_scheduler_state_for_paused_engine()  # the hook after it waits for the next message
+        scheduler._record_scheduler_state_for_paused_engine()  # the plugin's hook of it waits for a message
     else:
         on_idle(scheduler)
 
 
 def _gather(scheduler: Any) -> None:
-    """Moves the requests of all batches into the present one."""
-    # The adapter waits for it (`_await_steps`), and resumes nothing while it changes weights.
+    """Moves the requests of all batches into the running batch of this pass, which SGLang's own pause retracts."""
     assert stands_still(scheduler), "a step under way would write into memory that is given back"
     batches = [*scheduler.running_mbs, *(one for one in scheduler.last_mbs if one is not None)]
     requests = {id(one): one for batch in batches for one in batch.reqs}
@@ -63,6 +69,6 @@ def _gather(scheduler: Any) -> None:
 
 
 def with_waiting_batches(found: list[Any], scheduler: Any) -> list[Any]:
-    """A hook after SGLang collects its batches, to abort or label their requests: adds those whose first step has
-    ended. While the pipeline is paused, they are in no other list."""
+    """Adds the last steps to the batches that SGLang has collected, to abort or label their requests. Otherwise a
+    paused pipeline would miss a request whose prompt has just been computed."""
     return [*found, *scheduler.last_mbs] if is_pipeline() else found

@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 from rl_plane.errors import EngineDied, EngineFailed
 from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
-from worker.engines.common.replicas import check_replicas
 from worker.engines.common.shared_names import shared_names
-from worker.engines.sglang.args import ON_CPU, check_cpu
+from worker.engines.sglang.args import ON_CPU
 from worker.engines.sglang.plugin import MARK, METHOD, child_failed
 from worker.engines.sglang.streams import FIRST_KEY
 from worker.receive.rank_agents.ranks import check_rows
@@ -213,12 +212,8 @@ class SglangProcess(EngineProcess):
 
         arguments: dict[str, Any] = {}
         if self.device == "cpu":
-            check_cpu(self.arguments)
             arguments |= ON_CPU
         arguments |= self.arguments
-        check_replicas(
-            self.replicas, 1 if self.options.nodes is None else self.options.nodes.settings.count, "dp_size"
-        )
         if (nodes := self.options.nodes) is not None:
             arguments["nnodes"], arguments["node_rank"] = nodes.settings.count, nodes.settings.rank
             arguments["dist_init_addr"] = nodes.settings.address

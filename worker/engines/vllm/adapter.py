@@ -29,12 +29,12 @@ from worker.engines.common.replicas import scores_of_replicas
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.common.tool_call_parsing import ARGUMENT, NO_PARSER, ToolCallParsing
-from worker.engines.vllm.args import parse_arguments, pooling_arguments
+from worker.engines.vllm.args import NO_TRITON, check_settings, parse_arguments, pooling_arguments
 from worker.engines.vllm.core_load import METHOD as LOAD
 from worker.engines.vllm.core_load import total_load
 from worker.engines.vllm.kept_kv import METHOD as KEEP_KV
 from worker.engines.vllm.lora_requests import lora_request
-from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
+from worker.engines.vllm.processes import VllmProcess, quieten
 from worker.engines.vllm.scorer import METHOD
 from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, ReleasedMemory, SleepCall
 from worker.engines.vllm.streams import Streams
@@ -75,7 +75,9 @@ def build(options: EngineOptions) -> FullEngine:
 
 def _process_of(options: EngineOptions) -> VllmProcess:
     sleeping = {"enable_sleep_mode": "true"} if options.memory_saver else {}
-    return VllmProcess(options, parse_arguments(dict(options.extra) | sleeping))
+    arguments = parse_arguments(dict(options.extra) | sleeping)
+    check_settings(options, arguments)
+    return VllmProcess(options, arguments)
 
 
 class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):

@@ -10,7 +10,9 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from rl_plane.errors import InvalidRequest
+from worker.engines.base import EngineOptions
 from worker.engines.common.pooling_head import PoolingHead
+from worker.engines.common.replicas import check_replicas
 from worker.engines.common.tool_call_parsing import ARGUMENT
 
 ONE_HOST = "data_parallel_size says how many replicas there are: all of them are processes of this machine"
@@ -60,6 +62,8 @@ _GPU_ONLY: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "vLLM's CPU build fails at the first request of a second pipeline stage"),
 }
 """Argument → the only value that it may have on a CPU, and the reason."""
+
+NO_TRITON = "vLLM tells them by its second model runner only, which needs Triton: this build has none"
 
 CPU_KV_CACHE_BYTES = 256 << 20
 """Without a bound, vLLM takes most of the machine's memory."""
@@ -151,6 +155,46 @@ def pooling_arguments(head: PoolingHead) -> dict[str, Any]:
     if head.task == "embed":
         found["pooler_config"] = PoolerConfig(seq_pooling_type=head.position.upper())
     return found
+
+
+def check_settings(options: EngineOptions, arguments: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for settings with which vLLM can't start. It starts nothing, and asks no other node."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if arguments.get("enable_return_routed_experts") and not HAS_TRITON:
+        raise InvalidRequest(NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
+    on_cpu = current_platform.is_cpu()
+    check_device(options.device, on_cpu)
+    if on_cpu:
+        options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
+        check_cpu(arguments)
+    check_nodes(arguments, options.hosts)
+
+
+def check_nodes(arguments: Mapping[str, Any], nodes: int) -> None:
+    """Raises InvalidRequest for a model that vLLM can't divide among so many nodes."""
+    check_replicas(int(arguments.get("data_parallel_size", 1)), nodes, "data_parallel_size")
+    ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+    if ranks % nodes:
+        raise InvalidRequest(
+            f"{ranks} ranks can't be divided among {nodes} nodes",
+            field="nnodes",
+            fix="tensor_parallel_size times pipeline_parallel_size must be a multiple of it",
+        )
+
+
+def check_device(device: str, on_cpu: bool) -> None:
+    """Raises InvalidRequest for a device that this build of vLLM does not take."""
+    name, _, index = device.partition(":")
+    known = "cpu" if on_cpu else "cuda"
+    if name not in ("auto", known):
+        why = f"this build of vLLM has no {device}"
+    elif index not in ("", "0"):
+        why = f"vLLM begins with the first device that it sees, not with {device}"
+    else:
+        return
+    raise InvalidRequest(why, field="device", fix=f"use {known}; CUDA_VISIBLE_DEVICES says which")
 
 
 def check_cpu(arguments: Mapping[str, Any]) -> None:

@@ -13,11 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
+from rl_plane.errors import EngineDied, EngineFailed, PlaneError
 from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
-from worker.engines.common.replicas import check_replicas
-from worker.engines.vllm.args import check_cpu, check_experts, completed, thread_binding
+from worker.engines.vllm.args import check_experts, completed, thread_binding
 from worker.engines.vllm.here import HERE, Here
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
@@ -31,7 +30,6 @@ T = TypeVar("T")
 
 log = logging.getLogger("worker.engines.vllm.processes")
 
-NO_TRITON = "vLLM tells them by its second model runner only, which needs Triton: this build has none"
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
 
@@ -121,30 +119,16 @@ class VllmProcess(EngineProcess):
         from vllm import AsyncEngineArgs
         from vllm.config import StructuredOutputsConfig
         from vllm.platforms import current_platform
-        from vllm.triton_utils import HAS_TRITON
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.coordinator import DPCoordinatorProc
 
-        if self.arguments.get("enable_return_routed_experts") and not HAS_TRITON:
-            raise InvalidRequest(NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
         on_cpu = current_platform.is_cpu()
-        _check_device(self.options.device, on_cpu)
-        if on_cpu:
-            self.options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
-            check_cpu(self.arguments)
         arguments = completed(self.arguments, on_cpu)
         # vLLM's own is auto: the first request with a form of the text chooses the library for all later ones.
         arguments.setdefault("structured_outputs_config", StructuredOutputsConfig(backend="xgrammar"))
         nodes = self.options.nodes.settings if self.options.nodes is not None else NodeSettings()
         replicas = int(arguments.get("data_parallel_size", 1))
-        check_replicas(replicas, nodes.count, "data_parallel_size")
         ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
-        if ranks % nodes.count:
-            raise InvalidRequest(
-                f"{ranks} ranks can't be divided among {nodes.count} nodes",
-                field="nnodes",
-                fix="tensor_parallel_size times pipeline_parallel_size must be a multiple of it",
-            )
         ranks = ranks * replicas // nodes.count
         binding = thread_binding(ranks) if on_cpu else None
         eager = on_cpu and arguments["enforce_eager"]
@@ -224,18 +208,6 @@ def _check_model(given: Any, replicas: int) -> None:
         return config
 
     given.create_engine_config = checked
-
-
-def _check_device(device: str, on_cpu: bool) -> None:
-    name, _, index = device.partition(":")
-    known = "cpu" if on_cpu else "cuda"
-    if name not in ("auto", known):
-        why = f"this build of vLLM has no {device}"
-    elif index not in ("", "0"):
-        why = f"vLLM begins with the first device that it sees, not with {device}"
-    else:
-        return
-    raise InvalidRequest(why, field="device", fix=f"use {known}; CUDA_VISIBLE_DEVICES says which")
 
 
 def _model_dtype(model: Path) -> str:
