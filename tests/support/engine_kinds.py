@@ -212,7 +212,11 @@ def _failures_of_sglang(engine: Any) -> Failures:
 
 
 def _modes_of_vllm(options: EngineOptions) -> tuple[bool, bool]:
-    given = vllm.VllmEngine(options).process.arguments
+    from vllm.platforms import current_platform
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(current_platform), "is_cpu", lambda _: False)  # the modes are for GPUs
+        given = vllm.VllmEngine(options).process.arguments
     with vllm_process.environment(Path(), None, options.deterministic, False):
         return os.environ.get("VLLM_BATCH_INVARIANT") == "1", given.get("enable_sleep_mode", False)
 
