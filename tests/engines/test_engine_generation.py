@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest, Unsupported
-from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.generation import GATHER_S, GenerateRequest
 from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.protocol.worker_ops import Tokenize
@@ -130,7 +130,8 @@ async def test_greedy_tokens_are_those_of_a_plain_forward_before_and_after_swaps
     made = []
     for sequence, seed in ((1, 1), (2, 2), (3, 1)):
         await update(engine, models.tiny[seed], sequence)
-        results = await asyncio.gather(*(run(engine, ask(prompt, logprobs=True)) for prompt in prompts))
+        requests = [ask(prompt, logprobs=True, gather_s=GATHER_S * (len(prompt) % 2)) for prompt in prompts]
+        results = await asyncio.gather(*(run(engine, request) for request in requests))
         for result in results:
             assert is_of(result, models.tiny[seed])
             (span,) = result.spans
@@ -306,7 +307,8 @@ async def test_the_likeliest_tokens(engine: OffersMemory, models: Models) -> Non
     prompt = prompt_of(3, 9)
     for count in (1, 5):
         # Far from greedy: most tokens that are made are none of these.
-        request = ask(prompt, temperature=2.0, seed=3, logprobs=True, top_logprobs=count, max_tokens=40)
+        more = {"top_logprobs": count, "max_tokens": 40, "gather_s": GATHER_S if count == 5 else 0.0}
+        request = ask(prompt, temperature=2.0, seed=3, logprobs=True, **more)
         result = await run(engine, request)
         tops = [top for delta in result.deltas for top in delta.top_logprobs or []]
         rows = logits_of(models.tiny[1], prompt, result.tokens).log_softmax(-1)

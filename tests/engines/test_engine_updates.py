@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
+from rl_plane.protocol.generation import GATHER_S
 from rl_plane.weights.checkpoint import write_manifest
 from tests.support.engine_kinds import BATCH_TOKENS, Kind, OffersMemory
 from tests.support.engine_models import LOGPROBS, Models, is_of, kind, models
@@ -296,10 +297,15 @@ async def test_flushing(engine: OffersMemory) -> None:
 
 
 async def test_a_swap_under_streams(engine: OffersMemory, models: Models) -> None:
-    runs = [Run(engine, ask([20 + number], max_tokens=300)) for number in range(3)]
+    """The second request gathers its tokens. They are handed on while it is paused, too."""
+    gathers = (0.0, GATHER_S, 0.0)
+    runs = [
+        Run(engine, ask([20 + one], max_tokens=300, gather_s=gather_s)) for one, gather_s in enumerate(gathers)
+    ]
     staging, _ = await receive(engine, reception(models.witness[2]))
     await runs[2].reach(20)
     await engine.pause("keep", False)
+    await runs[1].reach(10)
     late = Run(engine, ask([9]))
     await engine.swap(staging, version(1, models.witness[2]))
     await engine.resume()
@@ -321,7 +327,7 @@ async def test_no_request_uses_older_kv(engine: OffersMemory, models: Models) ->
     await update(engine, models.tiny[1], 1)
     prompt = prompt_of(5, CACHED_TOKENS)
     await run(engine, ask(prompt))
-    running = Run(engine, ask([*prompt, 7], max_tokens=300, logprobs=True))
+    running = Run(engine, ask([*prompt, 7], max_tokens=300, logprobs=True, gather_s=GATHER_S))
     await running.reach(5)
     await update(engine, models.tiny[2], 2)
     assert is_of(await run(engine, ask(prompt, logprobs=True)), models.tiny[2])

@@ -103,8 +103,8 @@ class Generating(EngineAdapter, Tokenizing):
                     read = text.add(piece.token_ids, last=piece.finish_reason is not None)
                     if read.stop_string is not None:
                         piece = piece.until(read.count)
-                    for label in piece.labels:
-                        spans.add(label)
+                    if piece.labels:  # they are all the same
+                        spans.add(piece.labels[0], len(piece.labels))
                     finished = piece.finish_reason is not None
                     tops = piece.tops if request.logprobs and request.top_logprobs else None
                     facts = await self._prompt_facts(request, prompt, piece) if is_first else {}

@@ -24,15 +24,15 @@ class Label:
 
 
 class SpanLog:
-    """The labels of one request's tokens: `add` for each token, `tell` for each delta."""
+    """The labels of one request's tokens: `add` for tokens of one label, `tell` for each delta."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[Label, int]] = []  # (label, end); each run starts where the one before ends
         self._count = 0
         self._told = 0  # runs that a delta has reported
 
-    def add(self, label: Label) -> None:
-        self._count += 1
+    def add(self, label: Label, count: int = 1) -> None:
+        self._count += count
         if self._runs:
             last = self._runs[-1][0]
             if last is label or last == label:  # mostly the same object, which costs no comparison of versions

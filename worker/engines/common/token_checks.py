@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, Unsupported
@@ -72,6 +73,7 @@ def no_cut_rows(*outside: str) -> dict[str, str]:
     return {f"generate:{TOGETHER.join((*outside, 'routed_experts'))}": reason}
 
 
+@cache
 def _default(field: str) -> Any:
     return GenerateRequest.model_fields[field].get_default(call_default_factory=True)
 
