@@ -356,7 +356,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class GenerateDelta(BaseModel):
-    """New tokens of one request. The last one has `finish_reason`."""
+    """New tokens of one request. The last one has `finish_reason`. A message leaves out the fields that have their
+    defaults."""
 
     model_config = ConfigDict(frozen=True)
 

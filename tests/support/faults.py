@@ -16,6 +16,7 @@ from rl_plane.bus.connection import Bus
 from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.client import RlClient
 from rl_plane.membership.worker_calls import WorkerCalls
+from rl_plane.protocol.generation import GenerateDelta
 from rl_plane.protocol.record import DecisionRecord
 from rl_plane.protocol.subjects import RECORD, KeyValueBucket
 
@@ -124,10 +125,10 @@ class Stream:
             stream = await receiver.open(self._subject, f"r{secrets.token_hex(4)}", {"request": self._request})
             async for message in stream.messages():
                 if "delta" in message:
-                    delta = message["delta"]
-                    self.tokens += delta["token_ids"]
-                    self.spans = delta["spans"] or self.spans
-                    self.finish_reason = delta["finish_reason"]
+                    delta = GenerateDelta.model_validate(message["delta"])
+                    self.tokens += delta.token_ids
+                    self.spans = [span.model_dump() for span in delta.spans] or self.spans
+                    self.finish_reason = delta.finish_reason
                     self._progress.set()
         finally:
             self._progress.set()
