@@ -15,7 +15,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -146,7 +146,7 @@ async def _with_notices(
     build = _load_engine(options.engine)
     nodes = HeadLink(*_link_of(options, arguments)) if options.nodes.count > 1 else None
     weights = _weights_at(options.model)
-    with arguments.named():
+    with _telling_nodes(nodes), arguments.named():
         adapters: list[EngineAdapter] = [
             build(_engine_options(options, arguments, nodes)) for _ in range(options.copies)
         ]
@@ -198,6 +198,18 @@ async def _with_notices(
             await adapter.close()
         if nodes is not None:
             await asyncio.to_thread(nodes.close)
+
+
+@contextlib.contextmanager
+def _telling_nodes(link: NodeLink | None) -> Iterator[None]:
+    """Tells the other nodes when this one refuses its settings: they would wait for it. It blocks the loop, on which
+    nothing runs yet."""
+    try:
+        yield
+    except PlaneError as error:
+        if link is not None:
+            link.tell_refusal(error)
+        raise
 
 
 def _engine_options(options: WorkerOptions, arguments: EngineArguments, nodes: NodeLink | None) -> EngineOptions:
@@ -277,7 +289,7 @@ async def _node_side(options: WorkerOptions, on_ready: Callable[[list[str]], Non
         return found
 
     link = FollowerLink(*_link_of(options, arguments), digest)
-    with arguments.named():
+    with _telling_nodes(link), arguments.named():
         adapter = _spanning(options, build(_engine_options(options, arguments, link)))
     assert isinstance(adapter, EngineAdapter)
     try:

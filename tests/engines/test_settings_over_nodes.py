@@ -1,4 +1,4 @@
-"""Settings of an engine over two nodes that can't work. Each node refuses them by itself, before it looks for NATS."""
+"""Settings of an engine over two nodes that can't work. Each node refuses them by itself, also without NATS."""
 
 from __future__ import annotations
 

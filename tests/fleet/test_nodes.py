@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 BOUND_S = 30.0
 HANG_S = 2.0
 INSTANCE = "0123456789abcdef"
+NO_SETTINGS = InvalidRequest("3 ranks can't be divided among 2 nodes", field="nnodes", fix="take 4")
 FACTS = {"version of torch": "2.9", "engine_arg tp_size": "2"}
 
 
@@ -100,18 +101,29 @@ class Links:
         return NodeSettings(count, rank, "127.0.0.1:25000", wait_s)
 
     def head(self, count: int = 2, wait_s: float = BOUND_S, **facts: Any) -> HeadLink:
-        made = HeadLink(self._place, self._settings(0, count, wait_s), self.hang_s, {**FACTS, **facts})
-        self._made.append(made)
+        made = self._head(count, wait_s, facts)
         made.start()
         return made
 
     def node(self, rank: int = 1, count: int = 2, wait_s: float = BOUND_S, **facts: Any) -> FollowerLink:
+        made = self._node(rank, count, wait_s, facts)
+        made.start()
+        return made
+
+    def unstarted(self, rank: int, count: int) -> NodeLink:
+        return self._node(rank, count, BOUND_S, {}) if rank else self._head(count, BOUND_S, {})
+
+    def _head(self, count: int, wait_s: float, facts: dict[str, Any]) -> HeadLink:
+        made = HeadLink(self._place, self._settings(0, count, wait_s), self.hang_s, {**FACTS, **facts})
+        self._made.append(made)
+        return made
+
+    def _node(self, rank: int, count: int, wait_s: float, facts: dict[str, Any]) -> FollowerLink:
         settings = self._settings(rank, count, wait_s)
         made = FollowerLink(
             self._place, settings, self.hang_s, {**FACTS, **facts}, lambda tied: f"digest of {rank}"
         )
         self._made.append(made)
-        made.start()
         return made
 
     def pair(self) -> tuple[HeadLink, FollowerLink, SpanningClient, Agents, Part]:
@@ -214,6 +226,35 @@ def test_a_node_that_differs_is_refused_on_every_node(links: Links, facts: dict[
         assert isinstance(error, Conflict)
         assert f"{bad.me.name} does not fit the head: {what}: {value} there" in error.message
         assert error.facts["fix"]
+
+
+def test_a_node_that_refuses_its_settings_tells_the_others(links: Links) -> None:
+    head, node, refusing = links.head(3), links.node(1, 3), links.unstarted(2, 3)
+    *errors, none = together(head.gather, node.join, lambda: refusing.tell_refusal(NO_SETTINGS))
+    assert none is None
+    for error in errors:
+        assert isinstance(error, Conflict)
+        assert error.message == f"{refusing.me.name} refuses its settings: {NO_SETTINGS.message}"
+        assert error.facts == NO_SETTINGS.facts
+
+
+def test_a_head_that_refuses_its_settings_tells_the_nodes(links: Links) -> None:
+    head, nodes = links.unstarted(0, 3), [links.node(rank, 3) for rank in (1, 2)]
+    none, *errors = together(lambda: head.tell_refusal(NO_SETTINGS), *(node.join for node in nodes))
+    assert none is None
+    for error in errors:
+        assert isinstance(error, Conflict)
+        assert error.message == f"{head.me.name} refuses its settings: {NO_SETTINGS.message}"
+
+
+def test_a_refusal_does_not_reach_an_engine_that_runs(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_link, "TAKEN_S", 0.2)
+    head, node, *_ = links.pair()
+    for rank in (0, 1):
+        links.unstarted(rank, 2).tell_refusal(NO_SETTINGS)
+    head.look_for_lost()
+    node.look_for_lost()
+    assert (head.lost, node.lost) == (None, None)
 
 
 def test_a_node_rank_twice_is_refused_and_the_first_goes_on(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,9 +218,8 @@ class AdapterLost(EngineFailed):
 class EngineAdapter(ABC):
     """The worker's handle of one engine.
 
-    Life: `build(options)` makes the adapter and starts nothing. It refuses each setting that it can judge without the
-    other hosts of an engine, which the worker looks for between `build` and `start`. `start` builds the engine. `close`
-    ends the engine.
+    Life: `build(options)` makes the adapter and starts nothing. It refuses what the options alone show to be wrong.
+    Then the worker looks for the other hosts of an engine. `start` builds the engine. `close` ends it.
     """
 
     @abstractmethod

@@ -13,6 +13,7 @@ from rl_plane.errors import (
     BusUnreachable,
     DeadlineExceeded,
     EngineFailed,
+    PlaneError,
     Unavailable,
     WorkerLost,
     error_from_wire,
@@ -100,6 +101,14 @@ class FollowerLink(NodeLink):
                     ) from error
             await asyncio.sleep(JOIN_S)
         self._spawn(self._watch(self.head, lambda answer, silent_s: None))
+
+    async def _tell_refusal(self, refusal: PlaneError) -> None:
+        while True:
+            try:
+                await self.ask_node(0, "refuse", PING_TIMEOUT_S, why=refusal.to_wire())
+                return
+            except (WorkerLost, DeadlineExceeded, BusUnreachable):
+                await asyncio.sleep(JOIN_S)  # the head may come yet
 
     def serve(self, part: NodePart) -> None:
         """Reports that this node's part of the engine runs, and answers for its agents from now on."""

@@ -29,6 +29,7 @@ from worker.nodes.node_link import (
     FAREWELL_S,
     JOIN_S,
     PING_TIMEOUT_S,
+    REFUSAL_S,
     TAKEN_S,
     Handler,
     NodeEntry,
@@ -134,6 +135,12 @@ class HeadLink(NodeLink):
         for node in self.nodes:
             self._spawn(self._watch(node, partial(self._pinged, node)))
 
+    async def _tell_refusal(self, refusal: PlaneError) -> None:
+        await self._check_only_head()
+        self._refusal = refusal
+        await self._listen()
+        await self._until(lambda: len(self._refused) >= self.settings.count - 1, REFUSAL_S)
+
     async def _check_only_head(self) -> None:
         """Raises Conflict if another process is the head of this engine. One that has just died is not."""
         give_up = time.monotonic() + TAKEN_S
@@ -232,6 +239,7 @@ class HeadLink(NodeLink):
         return {
             "who": self._who,
             "join": self._join,
+            "refuse": self._refused_there,
             "ping": self._ping,
             "built": self._built,
             "ended": self._ended_there,
@@ -273,6 +281,12 @@ class HeadLink(NodeLink):
             self._warned.add(node.incarnation)
             log.warning("%s", error.message)
         return error
+
+    async def _refused_there(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._go:
+            self._refused.add(int(body["rank"]))
+            self._refuse(error_from_wire(body["why"]))
+        return {}
 
     async def _built(self, body: Mapping[str, Any]) -> dict[str, Any]:
         node, _ = self._joined[int(body["rank"])]

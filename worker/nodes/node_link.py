@@ -69,6 +69,10 @@ LOOK_AGAIN_S = 0.5
 NATS answers the next question: nobody listens. The node counts as gone when NATS has given this answer three times,
 0.1 s apart."""
 
+REFUSAL_S = 3.0
+"""Seconds in which a node that refuses its settings tells it to the nodes that are there. A waiting node asks every
+JOIN_S. The error of this node's own user waits so long."""
+
 FAREWELL_S = 2.0
 """Seconds that the news of this node's end may take."""
 
@@ -140,11 +144,23 @@ class NodeLink(ABC):
 
     # ---- its life; any thread may call these, and they block ----
 
-    def start(self) -> None:
+    def start(self, within_s: float = SERVICE_CONNECT_S) -> None:
         """Connects to NATS. Raises BusUnreachable or Unauthorized."""
         self._loop = asyncio.new_event_loop()
         self._thread.start()
-        self.run(self._connect(), SERVICE_CONNECT_S + PING_TIMEOUT_S)
+        self.run(self._connect(within_s), within_s + PING_TIMEOUT_S)
+
+    def tell_refusal(self, error: PlaneError) -> None:
+        """Tells the other nodes that are there that this one refuses its settings. Use it in place of `start`; the
+        link is closed afterwards. It raises nothing, and takes REFUSAL_S after NATS has answered."""
+        refusal = Conflict(f"{self.me.name} refuses its settings: {error.message}", **error.facts)
+        try:
+            self.start(PING_TIMEOUT_S)
+            self.run(self._tell_refusal(refusal), REFUSAL_S)
+        except Exception as cause:  # the node's own error is the one to report
+            log.debug("the other nodes may not know of the refusal: %s", cause)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Ends the link. Tells nothing to the other nodes."""
@@ -188,9 +204,9 @@ class NodeLink(ABC):
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    async def _connect(self) -> None:
+    async def _connect(self, within_s: float) -> None:
         place, name = self._place, f"{self._place.instance_id} node {self.me.rank}"
-        self._bus = await Bus.connect(place.url, name, SERVICE_CONNECT_S, place.credentials)
+        self._bus = await Bus.connect(place.url, name, within_s, place.credentials)
         self._gather = Gather(self._bus)
         await self._gather.start_listening()
 
@@ -262,6 +278,10 @@ class NodeLink(ABC):
         if "error" in reply:
             raise error_from_wire(reply["error"])
         return reply
+
+    @abstractmethod
+    async def _tell_refusal(self, refusal: PlaneError) -> None:
+        """Tells the other nodes of this one's refusal. The caller bounds it."""
 
     # ---- watching ----
 

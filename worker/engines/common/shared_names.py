@@ -45,8 +45,9 @@ def delete_name_of_ring(wait_until_ready: Any, queue: Any) -> None:
     wait_until_ready(queue)
     if queue._is_writer:
         for memory in (queue.buffer, getattr(queue, "tensor_arena", None)):  # the latter: vLLM only
-            if memory is not None:
-                memory.shared_memory.unlink()
+            if memory is not None and memory.is_creator:
+                with contextlib.suppress(FileNotFoundError):  # a cleaner of /dev/shm was sooner
+                    memory.shared_memory.unlink()
                 memory.is_creator = False  # else it would delete the name again when it ends
 
 

@@ -172,7 +172,7 @@ def _decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]],
     """The tokenizer's function from tokens to their text.
 
     Most of the tokenizers of transformers only pass the tokens on to one of the library tokenizers. Calling that one
-    directly costs a third."""
+    directly takes a third of the time."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         from transformers import PreTrainedTokenizerFast as Plain

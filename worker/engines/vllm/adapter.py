@@ -81,7 +81,7 @@ def _process_of(options: EngineOptions) -> VllmProcess:
 
 
 class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
-    gathers = True  # vLLM's queue joins the tokens of a request until they are taken
+    gathers = True  # the tokens of a whole reply are read from vLLM's state of the request, once per turn
 
     def __init__(self, options: EngineOptions, process: VllmProcess | None = None) -> None:
         """`process`: the default is vLLM's own, built from the options."""

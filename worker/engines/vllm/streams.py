@@ -99,6 +99,8 @@ class Streams:
                 choice: Any = output.outputs[0] if output is not None else None
                 finished = output is not None and output.finished
                 fresh, names, rows = tokens.after(made, choice)
+                if not fresh and not finished:
+                    continue
                 label_of = {name: self._label(name, stream) for name in dict.fromkeys(names)}
                 piece = Piece(fresh, labels=[label_of[name] for name in names])
                 if request.prompt_logprobs and fresh and not made:
