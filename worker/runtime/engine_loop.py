@@ -149,7 +149,7 @@ class _Ferry:
         self._engine = engine
         self._readers = readers
         self.turns = Turns()
-        """Those of the readers."""
+        """The turns of the readers' loop."""
         self._load: list[tuple[_Inbox[Any], Any]] = []
 
     def put(self, inbox: _Inbox[Any], item: Any) -> None:
