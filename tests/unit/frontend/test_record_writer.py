@@ -79,13 +79,13 @@ def test_what_does_not_fit_into_the_queue_is_dropped_at_once(
 ) -> None:
     monkeypatch.setattr(record_writer, "MAX_QUEUED_TOKENS", 20)
     may_write = threading.Event()
-    written = RecordWriter._write
+    to_json = record_writer.to_json
 
-    def slow(self: RecordWriter, line: bytes) -> None:
+    def slow(wire: Any) -> bytes:
         assert may_write.wait(BOUND_S)
-        written(self, line)
+        return to_json(wire)
 
-    monkeypatch.setattr(RecordWriter, "_write", slow)
+    monkeypatch.setattr(record_writer, "to_json", slow)
     writer = RecordWriter(tmp_path, 3)
     writer.start()
     for number in range(50):
