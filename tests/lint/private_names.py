@@ -31,17 +31,7 @@ def too_many_private_names(root: Path, limit: int = LIMIT) -> list[str]:
 
 
 def _attributes(root: Path) -> Iterator[str]:
-    command = [
-        "ruff",
-        "check",
-        "--isolated",
-        "--ignore-noqa",
-        "--select",
-        RULE,
-        "--output-format",
-        "json",
-        "tests",
-    ]
+    command = f"ruff check --isolated --ignore-noqa --select {RULE} --output-format json tests".split()
     ran = subprocess.run([sys.executable, "-m", *command], cwd=root, capture_output=True, text=True)
     if ran.returncode not in (0, 1):  # 1: it has found some
         raise RuntimeError(f"ruff failed: {ran.stderr}")
