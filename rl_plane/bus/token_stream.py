@@ -268,7 +268,8 @@ class IncomingStream:
         headers: dict[str, str] | None = None,
     ) -> None:
         self._receiver = receiver
-        self._key = key
+        self.key = key
+        """The last part of the reply subject, by which a bundle names this stream."""
         self._reply = f"{receiver.inbox}.{key}"
         self.subject = subject
         self._id = stream_id
@@ -394,7 +395,7 @@ class IncomingStream:
             self.fail(Stalled(words, fix="resume the fleet, and send it again", retry_after_s=1.0))
 
     async def close(self) -> None:
-        self._receiver.forget(self._key)
+        self._receiver.forget(self.key)
         if not self._ended:
             self._ended = True
             await self.tell({"kind": "abort"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,19 +10,18 @@ import pytest
 pytest.importorskip("torch")
 
 from rl_plane.errors import InvalidRequest
-from worker.engines.base import EngineOptions
+from worker.engines.base import EngineInfo, EngineOptions
 from worker.engines.common.tokenizing import load_tokenizer
-from worker.engines.common.tool_call_parsing import SAMPLE_TOOL, ToolCallParsing
+from worker.engines.common.tool_call_parsing import ARGUMENT, SAMPLE_TOOL, ToolCallParsing
 from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:::(torch|vllm|sglang|transformers|multiprocessing)")  # theirs
 
-CALL = '<tool_call>{"name": "look", "arguments": {"place": "here"}}</tool_call>'
-BROKEN = {
-    "internlm": '<|action_start|><|plugin|>{"name": "look", <|action_end|>',
-    "qwen": '<tool_call>["a"]</tool_call>',
-}
-"""Texts that raise an error in the parser."""
+INTERNLM_CALL = '<|action_start|><|plugin|>{"name": "look", "parameters": {"place": "here"}}<|action_end|>'
+INTERNLM_BROKEN = '<|action_start|><|plugin|>{"name": "look", <|action_end|>'
+QWEN_CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>'
+QWEN_BROKEN = '<tool_call>["a"]</tool_call>'
+"""The broken texts raise an error in the parser."""
 
 
 class NoProcess:
@@ -35,35 +33,56 @@ class NoProcess:
         pass
 
 
-def of_vllm(model: Path, **extra: str) -> ToolCallParsing:
+class ParsersOnly(ToolCallParsing):
+    """An engine that starts with a tokenizer, with the parser that its options name, and with nothing else."""
+
+    async def _start(self) -> EngineInfo:
+        self._load_tokenizer()
+        await self._use_parser(self._options.extra[ARGUMENT])
+        return EngineInfo(
+            engine="none",
+            engine_version="none",
+            model="none",
+            dtype="float32",
+            device="cpu",
+            world_size=1,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=1,
+            lacks={},
+            transports=(),
+        )
+
+
+def _of_vllm(model: Path, parser: str, *, starts: bool = False) -> ToolCallParsing:
+    """`starts`: the engine can start, as far as its parser can."""
     from worker.engines.vllm.adapter import VllmEngine
 
+    class Parsers(ParsersOnly, VllmEngine):
+        pass
+
     process: Any = NoProcess()
-    return VllmEngine(EngineOptions(model, extra=extra), process)
+    return (Parsers if starts else VllmEngine)(EngineOptions(model, extra={ARGUMENT: parser}), process)
 
 
-def of_sglang(model: Path, **extra: str) -> ToolCallParsing:
+def _of_sglang(model: Path, parser: str, *, starts: bool = False) -> ToolCallParsing:
+    """`starts`: the engine can start, as far as its parser can."""
     from worker.engines.sglang.adapter import SglangEngine
 
+    class Parsers(ParsersOnly, SglangEngine):
+        pass
+
     process: Any = NoProcess()
-    return SglangEngine(EngineOptions(model, extra=extra), process)
+    return (Parsers if starts else SglangEngine)(EngineOptions(model, extra={ARGUMENT: parser}), process)
 
 
-def with_tokenizer(engine: ToolCallParsing) -> ToolCallParsing:
-    """The engine as if it had started, with a tokenizer and nothing else."""
-    info: Any = SimpleNamespace(lacks={}, vocab_size=VOCAB_SIZE)
-    engine._tokenizer, engine._info = load_tokenizer(engine._options.model), info
-    return engine
-
-
-async def _check_broken(engine: ToolCallParsing, parser: str) -> None:
+async def _check_broken(engine: ToolCallParsing, model: Path, broken: str, whole: str) -> None:
     """A text that the parser can't read stays as it is, and the next text is read."""
-    await engine._use_parser(parser)
-    tokens = engine._tokenizer.encode(BROKEN[parser])
+    await engine.start()
+    tokenizer = load_tokenizer(model)
+    tokens = tokenizer.encode(broken)
     reply = await engine.parse_tool_calls(tokens, [SAMPLE_TOOL])
-    assert (reply["content"], reply["calls"]) == (engine._tokenizer.decode(tokens, skip_special_tokens=True), [])
-    await engine._use_parser("hermes")
-    reply = await engine.parse_tool_calls(engine._tokenizer.encode(f"I look. {CALL}"), [SAMPLE_TOOL])
+    assert (reply["content"], reply["calls"]) == (tokenizer.decode(tokens, skip_special_tokens=True), [])
+    reply = await engine.parse_tool_calls(tokenizer.encode(f"I look. {whole}"), [SAMPLE_TOOL])
     assert [call["name"] for call in reply["calls"]] == ["look"]
 
 
@@ -75,7 +94,7 @@ async def _check_refused(engine: ToolCallParsing) -> None:
 
 
 async def _check_tools(engine: ToolCallParsing) -> None:
-    await engine._use_parser("hermes")
+    await engine.start()
     with pytest.raises(InvalidRequest) as caught:
         await engine.parse_tool_calls([], [{"type": "function"}])
     assert caught.value.facts["field"] == "tools"
@@ -84,23 +103,30 @@ async def _check_tools(engine: ToolCallParsing) -> None:
 @pytest.mark.engines("vllm")
 async def test_vllms_parsers(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", 0)
-    await _check_refused(of_vllm(model, tool_call_parser="openai"))  # a stub: vLLM reads these texts elsewhere
-    await _check_refused(of_vllm(model, tool_call_parser="none such"))
-    await _check_tools(with_tokenizer(of_vllm(model)))
-    await _check_broken(with_tokenizer(of_vllm(model)), "internlm")
+    await _check_refused(_of_vllm(model, "openai"))  # a stub: vLLM reads these texts elsewhere
+    await _check_refused(_of_vllm(model, "none such"))
+    await _check_tools(_of_vllm(model, "hermes", starts=True))
+    await _check_broken(_of_vllm(model, "internlm", starts=True), model, INTERNLM_BROKEN, INTERNLM_CALL)
 
 
 @pytest.mark.engines("vllm")
-async def test_vllms_parsers_read_the_vocabulary_once(tmp_path: Path) -> None:
-    engine = with_tokenizer(of_vllm(make_tiny_model(tmp_path / "model", 0)))
-    vocabulary, reads = engine._tokenizer.get_vocab(), []
+async def test_vllms_parsers_read_the_vocabulary_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reads = make_tiny_model(tmp_path / "model", 0), []
 
-    def get_vocab() -> Any:
-        reads.append(1)
-        return vocabulary
+    def counted(path: Path) -> Any:
+        tokenizer = load_tokenizer(path)
+        vocabulary = tokenizer.get_vocab()
 
-    engine._tokenizer.get_vocab = get_vocab
-    await engine._use_parser("internlm")
+        def get_vocab() -> Any:
+            reads.append(1)
+            return vocabulary
+
+        tokenizer.get_vocab = get_vocab
+        return tokenizer
+
+    monkeypatch.setattr("worker.engines.common.generating.load_tokenizer", counted)
+    engine = _of_vllm(model, "internlm", starts=True)
+    await engine.start()
     for _ in range(3):
         await engine.parse_tool_calls([], [SAMPLE_TOOL])
     assert len(reads) == 1
@@ -109,9 +135,7 @@ async def test_vllms_parsers_read_the_vocabulary_once(tmp_path: Path) -> None:
 @pytest.mark.engines("sglang")
 async def test_sglangs_parsers(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", 0)
-    await _check_refused(
-        of_sglang(model, tool_call_parser="response_template")
-    )  # the tokenizer has no such template
-    await _check_refused(of_sglang(model, tool_call_parser="none such"))
-    await _check_tools(with_tokenizer(of_sglang(model)))
-    await _check_broken(with_tokenizer(of_sglang(model)), "qwen")
+    await _check_refused(_of_sglang(model, "response_template"))  # the tokenizer has no such template
+    await _check_refused(_of_sglang(model, "none such"))
+    await _check_tools(_of_sglang(model, "hermes", starts=True))
+    await _check_broken(_of_sglang(model, "qwen", starts=True), model, QWEN_BROKEN, QWEN_CALL)

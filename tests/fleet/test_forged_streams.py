@@ -128,7 +128,7 @@ async def test_a_worker_cannot_write_into_the_streams_of_others(plane: Plane) ->
     """A bundle may go to every stream of its receiver, so a stream's key can't be guessed from another one."""
     client = await plane.client()
     receiver = StreamReceiver(client.bus)
-    keys = [(await receiver.open("nowhere", str(number), {}))._key for number in range(20)]
+    keys = [(await receiver.open("nowhere", str(number), {})).key for number in range(20)]
     assert len(set(keys)) == 20
     assert min(len(key) for key in keys) >= 16
     numbers = sorted(int(key, 16) for key in keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import asyncio
 import json
 import os
 import signal
@@ -194,30 +195,34 @@ def test_close_ends_waiting_calls_and_a_second_one_does_nothing(nats_url: str) -
 
 def test_a_call_that_comes_while_it_is_closed_ends(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is handed to the loop when that is about to stop, and never begins."""
-    fleet = SyncRlClient.connect(nats_url)
-    hand_over = fleet._loop.call_soon_threadsafe
+    loop = asyncio.new_event_loop()
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "new_event_loop", lambda: loop)
+        fleet = SyncRlClient.connect(nats_url)
+    (thread,) = (one for one in threading.enumerate() if one.name == "rl-plane-sync")
+    hand_over = loop.call_soon_threadsafe
     stopping, handed_over = threading.Event(), threading.Event()
     closing = threading.Thread(target=fleet.close)
 
     def handing_over(call: Callable[..., object], *arguments: Any) -> None:
-        if call == fleet._loop.stop:
+        if call == loop.stop:
             hand_over(call)
             stopping.set()
             assert handed_over.wait(BOUND_S)
         elif threading.current_thread() is threading.main_thread():
             closing.start()
             assert stopping.wait(BOUND_S)
-            fleet._thread.join(BOUND_S)
+            thread.join(BOUND_S)
             hand_over(call, *arguments)
             handed_over.set()
         else:
             hand_over(call, *arguments)
 
-    monkeypatch.setattr(fleet._loop, "call_soon_threadsafe", handing_over)
+    monkeypatch.setattr(loop, "call_soon_threadsafe", handing_over)
     with pytest.raises(BusUnreachable, match="has been closed"):
         fleet.list_workers()
     closing.join(BOUND_S)
-    assert fleet._loop.is_closed()
+    assert loop.is_closed()
 
 
 def test_nobody_there() -> None:

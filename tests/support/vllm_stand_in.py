@@ -81,6 +81,9 @@ class Process:
     def check_alive(self) -> None:
         pass
 
+    async def end(self) -> None:
+        pass
+
     async def ask(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await work
 

@@ -747,13 +747,13 @@ async def test_a_forked_child_that_ends_leaves_its_workers_agents_as_they_were(
 @needs_nixl
 def test_what_serves_pullers_is_of_no_use_in_a_forked_child(sender: NixlSender, puller: NixlTransport) -> None:
     transport, passed_on = offer(sender, 1), dict(puller.offer(writable(2)))
-    assert puller._peer_source is not None
+    source = puller.peer_source()
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         signal.alarm(int(BOUND_S))
         try:
-            with sender._server._lock, puller._peer_source._server._lock:  # as by threads that are not there
+            with sender._server._lock, source._server._lock:  # as by threads that are not there
                 sender.close()
                 sender.destroy()
                 puller.destroy()

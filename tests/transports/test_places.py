@@ -31,6 +31,7 @@ from worker.receive.staging import DigestingStream
 from worker.receive.staging_area import StagingArea
 
 if TYPE_CHECKING:
+    from rl_plane.transports.nixl.puller import Puller
     from rl_plane.transports.nixl.receiver import NixlTransport
 
 if sys.platform != "linux":
@@ -47,6 +48,8 @@ SPECS = {
     **{f"b.{number}": TensorSpec("U8", (100 + 30 * number,)) for number in range(12)},
 }
 BUCKET_BYTES = 700
+HOST = "127.0.0.1"
+"""The address at which the senders listen."""
 
 
 def tensors(seed: int) -> dict[str, HostTensor]:
@@ -166,6 +169,13 @@ def offered(
     return transport
 
 
+def idle(transport: NixlTransport) -> Puller:
+    """The puller of the next update, which is left idle."""
+    one = transport.take(HOST)
+    transport.give_back(one)
+    return one
+
+
 class Registrations:
     """The memory that an agent registers, as (address, bytes)."""
 
@@ -203,10 +213,11 @@ def test_pulled_tensors_are_read_into_their_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nothing_else_copies_or_hashes(monkeypatch)
+    monkeypatch.setattr(
+        "rl_plane.transports.nixl.puller.Puller.buffers", lambda *_: pytest.fail("it reads into buffers")
+    )
     transport = offered(sender, tensors(1), lent, digest=False)
     assert placed(puller.open(transport, "base"), area, algorithm) == sent(1, algorithm)
-    [one] = puller._idle
-    assert one._buffers == []
 
 
 @needs_nixl
@@ -214,7 +225,7 @@ def test_the_memory_of_an_area_is_registered_once_and_can_be_freed_between_updat
     sender: NixlSender, puller: NixlTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     puller.init({"backend": "nixl"})
-    registered = Registrations(puller._idle[0].agent, monkeypatch)
+    registered = Registrations(idle(puller).agent, monkeypatch)
     area = StagingArea.for_specs(SPECS, shared=True)
     for seed in range(3):
         assert placed(puller.open(offered(sender, tensors(seed)), "base"), area) == sent(seed)
@@ -239,7 +250,7 @@ def test_places_that_can_not_be_registered_are_copied_into(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     puller.init({"backend": "nixl"})
-    agent = puller._idle[0].agent
+    agent = idle(puller).agent
     register, whole = agent.register_memory, memoryview(area.place("a.large").obj).nbytes
 
     def refusing(regions: Any, kind: str) -> Any:
@@ -271,7 +282,7 @@ def test_after_a_failed_read_the_agent_is_not_used_again_and_ends_before_its_mem
 ) -> None:
     """Bytes may arrive until the agent has ended."""
     puller.init({"backend": "nixl"})
-    [one] = puller._idle
+    one = idle(puller)
     area = StagingArea.for_specs(SPECS, shared=True)
     memory = weakref.ref(area.place("a.large").obj)
     real = [one.agent.transfer]
@@ -279,7 +290,7 @@ def test_after_a_failed_read_the_agent_is_not_used_again_and_ends_before_its_mem
     monkeypatch.setattr(one.agent, "transfer", lambda handle: real.pop()(handle) if real else "ERR")
     with pytest.raises(Unavailable, match="has withdrawn these weights: ERR"):
         placed(puller.open(offered(sender, tensors(1)), "base"), area)
-    assert puller._idle == []
+    assert idle(puller) is not one
     area.close()
     gc.collect()
     assert memory() is not None
@@ -299,14 +310,14 @@ def test_a_pull_that_is_closed_while_it_reads_ends(
 ) -> None:
     """A read that never ends is under way."""
     puller.init({"backend": "nixl"})
-    agent, reading = puller._idle[0].agent, threading.Event()
+    one, reading = idle(puller), threading.Event()
 
     def hanging(handle: Any) -> str:
         reading.set()
         return "PROC"
 
-    monkeypatch.setattr(agent, "transfer", hanging)
-    monkeypatch.setattr(agent, "check_xfer_state", hanging)
+    monkeypatch.setattr(one.agent, "transfer", hanging)
+    monkeypatch.setattr(one.agent, "check_xfer_state", hanging)
     delivery = puller.open(offered(sender, tensors(1)), "base")
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(placed, delivery, area)
@@ -314,4 +325,4 @@ def test_a_pull_that_is_closed_while_it_reads_ends(
         delivery.close()
         with pytest.raises(EngineFailed, match="cancelled"):
             coming.result(BOUND_S)
-    assert puller._idle == []
+    assert idle(puller) is not one

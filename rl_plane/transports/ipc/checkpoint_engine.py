@@ -56,7 +56,7 @@ class CheckpointEngineDelivery(SelfDescribedDelivery):
     def __init__(self, handles: Any, cuda: TorchCuda, devices: Sequence[str]) -> None:
         super().__init__()
         self._cuda = cuda
-        self._gpus, self._addresses = _own_sockets(handles, cuda, devices)
+        self._gpus, self.addresses = _own_sockets(handles, cuda, devices)
         self._zmq = _import_zmq()
         self._began = False
         self._running: Generator[tuple[str, HostTensor]] | None = None
@@ -97,7 +97,7 @@ class CheckpointEngineDelivery(SelfDescribedDelivery):
     def _connected(self) -> Iterator[None]:
         context = self._zmq.Context()
         try:
-            for address in self._addresses:
+            for address in self.addresses:
                 socket = context.socket(self._zmq.REP)
                 socket.setsockopt(self._zmq.LINGER, int(TELL_S * 1000))
                 self._sockets.append(socket)

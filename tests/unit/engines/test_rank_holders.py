@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,6 @@ from tests.support.hf_runs import checkpoint
 from worker.engines.common.checkpoint_spec import CheckpointSpec, checkpoint_spec
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.sglang.holder import SglangHolder
-from worker.engines.sglang.scheduler import Rank
 from worker.engines.vllm.holder import VllmHolder
 from worker.receive.host_agent.holder import HostHolder
 from worker.receive.rank_agents.host_areas import MappedWeights
@@ -39,9 +36,9 @@ class Model(torch.nn.Linear):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.loads = self._put
+        self.loads: Callable[[dict[str, torch.Tensor]], None] = self.put
 
-    def _put(self, tensors: dict[str, torch.Tensor]) -> None:
+    def put(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             setattr(self, name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
 
@@ -92,26 +89,34 @@ def save_config(directory: Path, **options: Any) -> None:
     Qwen3Config(**options).save_pretrained(directory)
 
 
-def loaded(holder: RankHolder, delivery: Delivery, cast: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors that a rank loads, after the host agent has staged them."""
+def loaded(holder: RankHolder, runner: Runner, delivery: Delivery, cast: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors that the rank's engine loads, after the host agent has staged them."""
     host = HostHolder(Path(), ModelDescription(holder.spec.tensors, holder.spec.tied, ("cpu",)))
     area = StagingArea.for_specs(delivery.specs, shared=True)
     receive(host, delivery, cast=cast, expected_digest=None, cancelled=never, area=area)
-    mapped = MappedArea(area.descriptor, area.layout)
+    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), cast, None))
     area.close()
-    return dict(holder._torch_tensors(mapped.tensors.items(), cast, never))
+    found: dict[str, torch.Tensor] = {}
+    runner.model.loads = lambda tensors: found.update((name, one.clone()) for name, one in tensors.items())
+    assert holder.swap(), "nothing is left of the map"
+    return found
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_check_is_of_what_the_last_load_has_put_in_place(tmp_path: Path, kind: str) -> None:
     runner = Runner(torch.device("cpu"))
     holder, first = holder_of(kind, tmp_path, runner), runner.model.weight.detach().clone()
+
+    def load(tensors: dict[str, torch.Tensor]) -> None:
+        runner.model.loads = lambda _: runner.model.put(tensors)
+        holder.overwrite(checkpoint(tmp_path / "model"), False, never)
+
     before = holder.checks.checksum()
     holder.checks.snapshot()
-    holder._write({"weight": first + 1}.items())
+    load({"weight": first + 1})
     assert holder.checks.checksum() != before
     assert holder.checks.compare() == ["weight"]
-    holder._write({"weight": first, "scale": torch.ones(1)}.items())
+    load({"weight": first, "scale": torch.ones(1)})
     assert holder.checks.compare() == ["scale"]
     del runner.model.scale
     assert (holder.checks.checksum(), holder.checks.compare()) == (before, [])
@@ -120,24 +125,18 @@ def test_a_check_is_of_what_the_last_load_has_put_in_place(tmp_path: Path, kind:
 
 
 def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path) -> None:
-    holder = holder_of("sglang", tmp_path, Runner(torch.device("cpu")), refuse)
+    runner = Runner(torch.device("cpu"))
+    runner.model.loads = lambda tensors: pytest.fail("it loads")
+    holder = holder_of("sglang", tmp_path, runner, refuse)
     before = holder.checks.checksum()
+    area = StagingArea.for_specs(holder.spec.tensors, shared=True)
+    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), False, None))
     with pytest.raises(Unsupported):
-        holder._write({"weight": torch.ones(2, 2)}.items())
+        holder.swap()
     with pytest.raises(Unsupported):
-        holder.overwrite(checkpoint(tmp_path / "model"), False, lambda: False)
+        holder.overwrite(checkpoint(tmp_path / "model"), False, never)
     assert holder.checks.checksum() == before
-
-
-def test_a_rank_that_refuses_updates_takes_nothing() -> None:
-    rank: Any = Rank.__new__(Rank)
-    rank._holder = SimpleNamespace(check_updates=partial(refuse, None))
-    rank._forget_cache = lambda: pytest.fail("it continues")
-    rank._ended = threading.Condition()
-    for op in ("updatable", "ready"):
-        with pytest.raises(Unsupported):
-            rank.call(op, "1")
-        assert rank._outcome["error"]["code"] == "unsupported"
+    area.close()
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -182,7 +181,8 @@ def test_weights_are_written_on_the_ranks_own_gpu_between_two_steps(
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_what_the_config_ties_comes_as_one(tmp_path: Path, kind: str) -> None:
-    holder = holder_of(kind, tmp_path, Runner(torch.device("cpu")), tie_word_embeddings=True)
+    runner = Runner(torch.device("cpu"))
+    holder = holder_of(kind, tmp_path, runner, tie_word_embeddings=True)
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     assert holder.spec.tied == {head: embedding}
     assert head not in holder.spec.tensors
@@ -193,7 +193,7 @@ def test_what_the_config_ties_comes_as_one(tmp_path: Path, kind: str) -> None:
         path = tmp_path / name
         path.mkdir()
         save_file({**tensors, head: given}, path / "model.safetensors")
-        return loaded(holder, transport.open({"backend": "filesystem", "path": str(path)}, "base"))
+        return loaded(holder, runner, transport.open({"backend": "filesystem", "path": str(path)}, "base"))
 
     assert send("both", tensors[embedding].clone()).keys() == holder.spec.tensors.keys()
     for name, wrong in {"bytes": tensors[embedding] + 1, "shape": torch.zeros(3, 3)}.items():
@@ -293,7 +293,7 @@ def test_a_cast_rounds_nothing_that_the_engine_keeps(tmp_path: Path, kind: str) 
     delivery = FilesystemTransport(TransportContext((tmp_path,))).open(
         {"backend": "filesystem", "path": str(tmp_path / "new")}, "base"
     )
-    tensors = loaded(holder, delivery, cast=True)
+    tensors = loaded(holder, runner, delivery, cast=True)
     assert tensors[router].dtype == torch.float32
     assert (tensors[router] == exact).all()
     assert tensors[other].dtype == torch.bfloat16

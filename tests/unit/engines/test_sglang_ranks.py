@@ -192,16 +192,25 @@ async def test_the_error_of_any_stage_is_raised_with_the_rows_of_all(
     assert [(row["rank"], "error" in row) for row in rows] == [(0, failing == 0), (1, failing == 1)]
 
 
+@pytest.mark.parametrize("op", ["updatable", "ready"])
 @pytest.mark.parametrize(
-    ("error", "kind"), [(Unsupported("it is wrong"), Unsupported), (ValueError("it is wrong"), EngineFailed)]
+    ("error", "kind", "code"),
+    [
+        (Unsupported("it is wrong"), Unsupported, "unsupported"),
+        (ValueError("it is wrong"), EngineFailed, "engine_failed"),
+    ],
 )
-def test_a_failed_rank_also_tells_sglang(
-    build: Callable[[], OneRank], error: Exception, kind: type[PlaneError]
+def test_a_rank_that_refuses_updates_also_tells_sglang_and_keeps_its_cache(
+    tmp_path: Path, build: Callable[[], OneRank], op: str, error: Exception, kind: type[PlaneError], code: str
 ) -> None:
     rank = build()
     rank.refuse(error)
+    rank.state.pause_generation = lambda request: pytest.fail("it retracts its requests")
+    rank.state.flush_cache = lambda: pytest.fail("it forgets its cache")
     with pytest.raises(kind, match="it is wrong"):
-        rank.call("updatable", "1")
+        rank.call(op, "1")
+    [row] = AgentClient.of_ranks(tmp_path, 1).ask("outcome", {"call": 1})
+    assert row["error"]["code"] == code
 
 
 async def test_sglangs_own_failure_of_a_call_is_raised(tmp_path: Path, stages: list[OneRank]) -> None:

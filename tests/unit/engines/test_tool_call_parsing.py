@@ -13,15 +13,27 @@ import pytest
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.worker_ops import ParsedCall, ParsedToolCalls
 from tests.support.vllm_stand_in import Llm, StandIn
+from worker.engines.base import EngineInfo
 
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "look"}}]
 CALL = ParsedCall(name="look", arguments="{}")
 
 
 class Parsing(StandIn):
-    """An engine with the parsers `one` and `stub`. `fails`: the error of each text, and of the empty one."""
+    """An engine with the parsers `one` and `stub`, which starts with `parser`. `fails`: the error of each text, and of
+    the empty one."""
 
     fails: Exception | None = None
+
+    def __init__(self, directory: Path, parser: str) -> None:
+        super().__init__(directory, Llm(), None, "cpu")
+        self.parser = parser
+
+    async def _start(self) -> EngineInfo:
+        self._tokenizer = SimpleNamespace(decode=lambda token_ids, **options: f"text {token_ids}")
+        self._eos = frozenset({0})
+        await self._use_parser(self.parser)
+        return await super()._start()
 
     def _parsers(self) -> Collection[str]:
         return ("stub", "one")
@@ -38,15 +50,12 @@ class Parsing(StandIn):
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> Parsing:
-    engine = Parsing(tmp_path, Llm(), None, "cpu")
+    engine = Parsing(tmp_path, "one")
     await engine.start()
-    engine._tokenizer = SimpleNamespace(decode=lambda token_ids, **options: f"text {token_ids}")
-    engine._eos = frozenset({0})
     return engine
 
 
 async def test_a_parser_reads_a_text_without_its_last_token(engine: Parsing) -> None:
-    await engine._use_parser("one")
     for token_ids in ([5, 6, 0], [5, 6]):
         assert await engine.parse_tool_calls(token_ids, TOOLS) == ParsedToolCalls(
             content="read [5, 6]", calls=[CALL]
@@ -58,7 +67,6 @@ async def test_a_parser_reads_a_text_without_its_last_token(engine: Parsing) -> 
 async def test_a_text_that_breaks_the_parser_has_no_calls(
     engine: Parsing, error: Exception, token_ids: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    await engine._use_parser("one")
     engine.fails = error
     reply = await engine.parse_tool_calls(token_ids, TOOLS)
     assert reply == ParsedToolCalls(content=f"text {token_ids[:-1]}", calls=[])
@@ -66,7 +74,6 @@ async def test_a_text_that_breaks_the_parser_has_no_calls(
 
 
 async def test_an_error_without_a_text_is_of_the_tools(engine: Parsing) -> None:
-    await engine._use_parser("one")
     engine.fails = AttributeError("no name")
     with pytest.raises(InvalidRequest, match="no name") as caught:
         await engine.parse_tool_calls([], TOOLS)
@@ -74,8 +81,8 @@ async def test_an_error_without_a_text_is_of_the_tools(engine: Parsing) -> None:
 
 
 @pytest.mark.parametrize(("name", "says"), [("other", "finds no parser"), ("stub", "a stub")])
-async def test_a_parser_that_can_not_work_is_refused_at_the_start(engine: Parsing, name: str, says: str) -> None:
+async def test_a_parser_that_can_not_work_is_refused_at_the_start(tmp_path: Path, name: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:
-        await engine._use_parser(name)
+        await Parsing(tmp_path, name).start()
     assert caught.value.facts["field"] == "engine_arg.tool_call_parser"
     assert ("one, stub" if name == "other" else "model's family") in caught.value.facts["fix"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 
 from frontend.frontend_limits import LIMITS
@@ -14,7 +17,7 @@ from frontend.routing.fleet_status import FleetStatus, WorkerStatus
 from frontend.routing.span_check import SpanCheck
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.scatter import Gather
-from rl_plane.errors import StaleWeights, Unlabelled
+from rl_plane.errors import StaleWeights, Unavailable, Unlabelled
 from rl_plane.membership.core import Changed, Member
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import GenerateDelta, VersionSpan, unwitnessed
@@ -322,22 +325,63 @@ def test_a_worker_tells_which_weights_it_holds(held: DecisionRecord | None, made
     assert status.holds(made) == same
 
 
+class OneWorker:
+    """Stands in for a client with its bus, and for the view of a fleet whose only member is `worker`. The worker
+    answers no question."""
+
+    subjects = Subjects("ns", "engine")
+    record = None
+
+    def __init__(self, worker: Member) -> None:
+        self.worker, self.bus = worker, self
+
+    async def subscribe(self, subject: str, callback: Any) -> None:
+        self.hear = callback
+
+    async def flush(self) -> None: ...
+
+    def on_reconnect(self, callback: Any) -> None:
+        self.reconnected = callback
+
+    def listen(self, callback: Any) -> Callable[[], None]:
+        self.changed = callback
+        return lambda: None
+
+    def snapshot(self) -> list[Member]:
+        return [self.worker]
+
+    def member(self, instance_id: str) -> Member | None:
+        return self.worker if instance_id == self.worker.instance_id else None
+
+    async def call_all(self, op: str, **how: Any) -> Any:
+        raise Unavailable("it does not answer")
+
+    async def report(self, wire: dict[str, Any]) -> None:
+        """Sends the worker's status message."""
+        told = {**wire, "instance_id": self.worker.instance_id, "incarnation": self.worker.incarnation}
+        subject = self.subjects.status(self.worker.instance_id)
+        await self.hear(SimpleNamespace(data=msgpack.packb(told), subject=subject))
+
+
 async def test_a_worker_makes_no_more_tokens_of_a_version_that_it_has_replaced() -> None:
     """This holds even while a frontend that was cut off asks the worker anew. Another process's report does not
     count."""
-    known: Any = FleetStatus(Any, Any)  # type: ignore[arg-type]
-    admission = {"open": True, "reasons": []}
     one, other = (Member("w", incarnation, "s", 1, 0, {}) for incarnation in ("i", "j"))
+    fleet: Any = OneWorker(one)
+    known = FleetStatus(fleet, fleet)
+    await known.start()
+    admission = {"open": True, "reasons": []}
     assert known.may_make(one, span(1, 0, 4))
     for held in (record(1), record(2)):
-        wire = {**held.held.to_wire(), "admission": admission, "running": 0, "waiting": 0}
-        known._take("w", WorkerStatus.from_wire(wire, "i", 0.0))
+        status = {"admission": admission, "running": 0, "waiting": 0}
+        await fleet.report({**held.held.to_wire(), **status})
         assert known.may_make(one, span(1, 0, 4)) == (held == record(1))
-    await known._on_reconnect()
+    await fleet.reconnected()
     assert not known.may_make(one, span(1, 0, 4))
     assert known.may_make(other, span(1, 0, 4))
-    known._on_member_change(Changed(one, None))
+    fleet.changed(Changed(one, None))
     assert known.may_make(one, span(1, 0, 4))
+    await known.stop()
 
 
 def test_an_adapters_update_is_nothing_to_the_base() -> None:

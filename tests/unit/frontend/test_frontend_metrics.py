@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -22,7 +23,7 @@ from rl_plane.commit.history import UpdateEntry
 from rl_plane.errors import CanaryFailed, Unavailable
 from rl_plane.membership.core import Changed, Member
 from rl_plane.protocol.record import DesiredPause
-from rl_plane.protocol.subjects import LOCK, PAUSE, Entry
+from rl_plane.protocol.subjects import LOCK, PAUSE, Entry, KeyValueBucket, Subjects
 from tests.support.metrics_pages import values
 from tests.support.paths import ROOT
 from worker.reconcile.worker_state import Reason
@@ -299,13 +300,30 @@ def test_a_pipeline_stage_counts_nowhere() -> None:
 # ---- the lock and the pause ----
 
 
-class NamedBus:
+class EmptyBucket:
+    """Stands in for a bus whose bucket has neither a lock nor a pause. The server's clock is 1000 s ahead."""
+
     name = "frontend-me"
 
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
 
-def followed(now: list[float]) -> LockAndPause:
-    found = LockAndPause(NamedBus(), None, lambda: now[0])  # type: ignore[arg-type]
-    found._server_ahead_s = 1000.0
+    async def subscribe(self, subject: str, callback: Any) -> None: ...
+
+    def on_reconnect(self, callback: Any) -> None: ...
+
+    async def flush(self) -> None: ...
+
+    async def get(self, bucket: KeyValueBucket, key: str) -> None: ...
+
+    async def server_time(self, bucket: KeyValueBucket) -> float:
+        return self.clock() + 1000.0
+
+
+async def followed(now: list[float]) -> LockAndPause:
+    bus: Any = EmptyBucket(lambda: now[0])
+    found = LockAndPause(bus, Subjects("ns", "engine").state, bus.clock)
+    await found.start()
     return found
 
 
@@ -318,9 +336,9 @@ def lock_of(owner: str, sequence: int, nonce: str = "n") -> Entry:
     ("owner", "kind"),
     [("frontend-me", "this_frontend"), ("frontend-x", "another_frontend"), ("trainer", "client")],
 )
-def test_the_kind_of_the_locks_holder_is_told(owner: str, kind: str) -> None:
+async def test_the_kind_of_the_locks_holder_is_told(owner: str, kind: str) -> None:
     now = [10.0]
-    found = followed(now)
+    found = await followed(now)
     assert (sum(found.held_by().values()), found.held_s()) == (0, 0.0)
     found.take_lock(lock_of(owner, 5))
     for renewal in range(4):
@@ -338,16 +356,16 @@ def test_the_kind_of_the_locks_holder_is_told(owner: str, kind: str) -> None:
     assert (sum(found.held_by().values()), found.held_s()) == (0, 0.0)
 
 
-def test_a_released_lock_is_free_at_once() -> None:
-    found = followed([10.0])
+async def test_a_released_lock_is_free_at_once() -> None:
+    found = await followed([10.0])
     found.take_lock(lock_of("trainer", 5))
     found.take_lock(Entry(LOCK, None, 6))
     assert not any(found.held_by().values())
 
 
-def test_the_pauses_lease_is_counted_by_the_servers_clock() -> None:
+async def test_the_pauses_lease_is_counted_by_the_servers_clock() -> None:
     now = [10.0]
-    found = followed(now)
+    found = await followed(now)
     found.take_pause(Entry(PAUSE, DesiredPause(True, "keep", 1070.0).encode(), 3))
     assert found.pause_left_s() == 60.0
     now[0] = 80.0

@@ -16,6 +16,7 @@ from frontend.completions.reply_choice import Choice
 from frontend.records import record_writer
 from frontend.records.record_writer import RecordWriter
 from frontend.records.rollout_record import RolloutRecord
+from frontend.server.replies import to_json
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import GenerateRequest
 
@@ -79,13 +80,12 @@ def test_what_does_not_fit_into_the_queue_is_dropped_at_once(
 ) -> None:
     monkeypatch.setattr(record_writer, "MAX_QUEUED_TOKENS", 20)
     may_write = threading.Event()
-    written = RecordWriter._write
 
-    def slow(self: RecordWriter, line: bytes) -> None:
+    def slow(wire: Any) -> bytes:
         assert may_write.wait(BOUND_S)
-        written(self, line)
+        return to_json(wire)
 
-    monkeypatch.setattr(RecordWriter, "_write", slow)
+    monkeypatch.setattr("frontend.records.record_writer.to_json", slow)
     writer = RecordWriter(tmp_path, 3)
     writer.start()
     for number in range(50):

@@ -145,9 +145,9 @@ def test_only_sockets_of_this_machine_for_each_gpu_are_taken() -> None:
         return found
 
     here = {gpu: f"ipc://@checkpoint-engine-{gpu}-0.sock" for gpu in GPUS}
-    assert opened(here, "cuda:1", "cuda:0")._addresses == [here[GPUS[1]], here[GPUS[0]]]
+    assert opened(here, "cuda:1", "cuda:0").addresses == [here[GPUS[1]], here[GPUS[0]]]
     named = {f"GPU-{gpu}": address for gpu, address in here.items()}  # as vLLM's platform names a GPU
-    assert opened(named, "cuda:0")._addresses == [here[GPUS[0]]]
+    assert opened(named, "cuda:0").addresses == [here[GPUS[0]]]
     for wrong in (
         None,
         {},

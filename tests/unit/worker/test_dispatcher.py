@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +13,14 @@ from nats.aio.msg import Msg
 
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
+from rl_plane.protocol.subjects import Subjects
 from rl_plane.protocol.worker_ops import OPS
 from worker.ops.dispatcher import MAX_TOKENIZING, TOKENIZING_AT_ONCE, Dispatcher, _too_long
 from worker.reconcile.worker_state import WorkerState
 
 BOUND_S = 5.0
+INSTANCE = "0" * 16
+SUBJECTS = Subjects("ns", "engine")
 
 
 class Asked:
@@ -28,7 +31,8 @@ class Asked:
         self.go = asyncio.Event()
         self.at_work, self.full = 0, asyncio.Event()
         """Set when as many ops that tokenize have begun as may run at once."""
-        self._bus: Any = SimpleNamespace(nc=self)
+        self._bus: Any = SimpleNamespace(nc=self, subscribe=self.subscribe)
+        self._callbacks: dict[str, Callable[[Msg], Awaitable[None]]] = {}
 
         async def later(body: Any, fence: int) -> Mapping[str, Any]:
             self.at_work += 1
@@ -44,15 +48,20 @@ class Asked:
 
         handlers = dict.fromkeys(OPS, at_once) | {"tokenize": later, "detokenize": later}
         lock: Any = None
-        self.dispatcher = Dispatcher(WorkerState("0" * 16, "me"), lock, handlers)
+        self.dispatcher = Dispatcher(WorkerState(INSTANCE, "me"), lock, handlers)
+
+    async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> None:
+        self._callbacks[subject] = callback
 
     async def publish(self, subject: str, data: bytes) -> None:
         self.answers.put_nowait(json.loads(data))
 
     async def ask(self, op: str, timeout_ms: int | None = None, **body: Any) -> None:
+        await self.dispatcher.listen(self._bus, SUBJECTS)
+        subject = SUBJECTS.rl_direct(INSTANCE)
         data = json.dumps({"op": op, "body": body, "timeout_ms": timeout_ms}).encode()
-        message: Any = Msg(self._bus.nc, "s", reply="r", data=data)
-        await self.dispatcher._message(self._bus, message, direct=True)
+        message: Any = Msg(self._bus.nc, subject, reply="r", data=data)
+        await self._callbacks[subject](message)
 
     async def answer(self) -> dict[str, Any]:
         async with asyncio.timeout(BOUND_S):
