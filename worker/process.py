@@ -150,6 +150,8 @@ async def _with_notices(
         adapters: list[EngineAdapter] = [
             build(_engine_options(options, arguments, nodes)) for _ in range(options.copies)
         ]
+        if nodes is not None:
+            _spanning(options, adapters[0])
     if options.task != "generate" and not all(isinstance(adapter, CanPool) for adapter in adapters):
         raise Unsupported(
             f"the engine {options.engine} serves models that generate, and no pooling models",
@@ -161,7 +163,6 @@ async def _with_notices(
     why, code = "its worker failed", exit_codes.FAILED
     try:
         if nodes is not None:
-            _spanning(options, adapters[0])
             notices.phase("waiting for the engine's other hosts")
             await asyncio.to_thread(nodes.start)
             await asyncio.to_thread(nodes.gather)
@@ -202,8 +203,8 @@ async def _with_notices(
 
 @contextlib.contextmanager
 def _telling_nodes(link: NodeLink | None) -> Iterator[None]:
-    """Tells the other nodes when this one refuses its settings: they would wait for it. It blocks the loop, on which
-    nothing runs yet."""
+    """Tells the other nodes when the engine refuses this node's settings: they would wait for it. It blocks the loop,
+    on which nothing runs yet."""
     try:
         yield
     except PlaneError as error:

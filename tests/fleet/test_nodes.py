@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from rl_plane.bus.server import NatsServer
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.subjects import Subjects
 from tests.support.otlp_receiver import collector
+from tests.support.zygote import fork_module
 from worker.engines.fake.adapter import make_fake_model
 from worker.nodes import follower_link, head_link, node_link, peer_watch
 from worker.nodes.facts import node_facts
@@ -32,6 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 BOUND_S = 30.0
 HANG_S = 2.0
 INSTANCE = "0123456789abcdef"
+COMPONENT = "engine"
 NO_SETTINGS = InvalidRequest("3 ranks can't be divided among 2 nodes", field="nnodes", fix="take 4")
 FACTS = {"version of torch": "2.9", "engine_arg tp_size": "2"}
 
@@ -92,7 +95,7 @@ class Links:
     """The links of one test's nodes."""
 
     def __init__(self, url: str, namespace: str) -> None:
-        self._place = NodePlace(url, Subjects(namespace, "engine"), INSTANCE)
+        self._place = NodePlace(url, Subjects(namespace, COMPONENT), INSTANCE)
         self._made: list[NodeLink] = []
         self.hang_s = HANG_S
         """The silence after which the nodes made from now on take each other for hung."""
@@ -164,6 +167,8 @@ def links(nats: NatsServer, namespace: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(peer_watch, "GONE_S", 0.5)
     monkeypatch.setattr(node_link, "LOOK_S", BOUND_S)  # on a busy machine
     monkeypatch.setattr(node_link, "FAREWELL_S", BOUND_S)
+    monkeypatch.setattr(node_link, "REFUSAL_S", BOUND_S)
+    monkeypatch.setattr(head_link, "REFUSAL_S", BOUND_S)
     made = Links(nats.url, namespace)
     yield made
     made.close()
@@ -248,13 +253,48 @@ def test_a_head_that_refuses_its_settings_tells_the_nodes(links: Links) -> None:
 
 
 def test_a_refusal_does_not_reach_an_engine_that_runs(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_link, "TAKEN_S", 0.2)
     head, node, *_ = links.pair()
+    monkeypatch.setattr(follower_link, "TAKEN_S", 0.2)
+    monkeypatch.setattr(node_link, "REFUSAL_S", 1.0)
     for rank in (0, 1):
         links.unstarted(rank, 2).tell_refusal(NO_SETTINGS)
-    head.look_for_lost()
-    node.look_for_lost()
+    (second,) = together(links.node().join)  # the head's answer is the one of before
+    assert second is not None
+    assert "has the node rank of" in second.message
     assert (head.lost, node.lost) == (None, None)
+
+
+def test_a_refusal_of_a_second_process_does_not_end_the_first(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_link, "REFUSAL_S", 1.0)
+    head, node, late = links.head(3), links.node(1, 3), links.unstarted(1, 3)
+
+    def refuse_and_complete() -> None:
+        while not head.nodes:
+            threading.Event().wait(0.01)
+        late.tell_refusal(NO_SETTINGS)
+        links.node(2, 3).join()
+
+    assert together(head.gather, node.join, refuse_and_complete) == [None] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_whose_engine_refuses_its_settings_tells_the_other_node(
+    links: Links, nats: NatsServer, namespace: str, tmp_path: Path, rank: int
+) -> None:
+    argv = ["worker", "--engine", "fake", "--model", str(make_fake_model(tmp_path / "model", 1))]
+    argv += ["--nats-url", nats.url, "--namespace", namespace, "--component", COMPONENT, "--instance-id", INSTANCE]
+    argv += ["--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", "127.0.0.1:25000"]
+    other = links.head().gather if rank else links.node().join
+    worker = fork_module("fake", "rl_plane.cli.main", argv, env=os.environ, stderr_pipe=True, text=True)
+    (told,) = together(other)
+    _, errors = worker.communicate(timeout=BOUND_S)
+    assert worker.returncode == 1
+    assert "the engine fake runs on one host" in errors
+    assert told is not None
+    assert f"node rank {rank}" in told.message
+    assert "refuses its settings: the engine fake runs on one host" in told.message
 
 
 def test_a_node_rank_twice_is_refused_and_the_first_goes_on(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:

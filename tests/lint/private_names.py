@@ -48,8 +48,7 @@ def _patches(root: Path) -> Iterator[str]:
         for node in ast.walk(ast.parse(text)):
             match node:
                 case ast.Call(func=ast.Attribute(attr="setattr") | ast.Name(id="setattr"), args=args):
-                    for one in args[:2]:
-                        constant = one.value if isinstance(one, ast.Constant) else None
-                        name = constant.rpartition(".")[2] if isinstance(constant, str) else ""
-                        if name.startswith("_") and not name.startswith("__"):
-                            yield f"{path.relative_to(root)}:{node.lineno}: a private name is patched: `{name}`"
+                    names = [one.value for one in args[:2] if isinstance(one, ast.Constant)]
+                    name = str(names[0]).rpartition(".")[2] if names else ""  # of `module.name`, or of an object's
+                    if name.startswith("_") and not name.startswith("__"):
+                        yield f"{path.relative_to(root)}:{node.lineno}: a private name is patched: `{name}`"

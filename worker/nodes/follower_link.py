@@ -103,12 +103,15 @@ class FollowerLink(NodeLink):
         self._spawn(self._watch(self.head, lambda answer, silent_s: None))
 
     async def _tell_refusal(self, refusal: PlaneError) -> None:
-        while True:
-            try:
-                await self.ask_node(0, "refuse", PING_TIMEOUT_S, why=refusal.to_wire())
-                return
-            except (WorkerLost, DeadlineExceeded, BusUnreachable):
-                await asyncio.sleep(JOIN_S)  # the head may come yet
+        told = False
+        while not told:
+            # The head may come yet, or find out that another process with this node rank is dead.
+            with contextlib.suppress(WorkerLost, DeadlineExceeded, BusUnreachable):
+                answer = await self.ask_node(
+                    0, "refuse", PING_TIMEOUT_S, node=self.me.to_wire(), why=refusal.to_wire()
+                )
+                told = answer["told"]
+            await asyncio.sleep(JOIN_S)
 
     def serve(self, part: NodePart) -> None:
         """Reports that this node's part of the engine runs, and answers for its agents from now on."""

@@ -136,7 +136,9 @@ class HeadLink(NodeLink):
             self._spawn(self._watch(node, partial(self._pinged, node)))
 
     async def _tell_refusal(self, refusal: PlaneError) -> None:
-        await self._check_only_head()
+        with contextlib.suppress(WorkerLost):  # there is no head
+            await self.ask_node(0, "who", PING_TIMEOUT_S)
+            return
         self._refusal = refusal
         await self._listen()
         await self._until(lambda: len(self._refused) >= self.settings.count - 1, REFUSAL_S)
@@ -283,10 +285,12 @@ class HeadLink(NodeLink):
         return error
 
     async def _refused_there(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        if not self._go:
-            self._refused.add(int(body["rank"]))
-            self._refuse(error_from_wire(body["why"]))
-        return {}
+        node, why = NodeEntry.from_wire(body["node"]), error_from_wire(body["why"])
+        counts = not self._go and self._other_of_rank(node) is None
+        if counts:
+            self._refused.add(node.rank)
+            self._refuse(why)
+        return {"told": counts}
 
     async def _built(self, body: Mapping[str, Any]) -> dict[str, Any]:
         node, _ = self._joined[int(body["rank"])]

@@ -70,8 +70,8 @@ NATS answers the next question: nobody listens. The node counts as gone when NAT
 0.1 s apart."""
 
 REFUSAL_S = 3.0
-"""Seconds in which a node that refuses its settings tells it to the nodes that are there. A waiting node asks every
-JOIN_S. The error of this node's own user waits so long."""
+"""Seconds in which a node that refuses its settings tells this to the nodes that wait. Each of them asks every JOIN_S.
+The node ends afterwards, so its own user sees the error so much later."""
 
 FAREWELL_S = 2.0
 """Seconds that the news of this node's end may take."""
@@ -145,20 +145,21 @@ class NodeLink(ABC):
     # ---- its life; any thread may call these, and they block ----
 
     def start(self, within_s: float = SERVICE_CONNECT_S) -> None:
-        """Connects to NATS. Raises BusUnreachable or Unauthorized."""
+        """Connects to NATS, within `within_s` seconds. Raises BusUnreachable or Unauthorized."""
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         self.run(self._connect(within_s), within_s + PING_TIMEOUT_S)
 
     def tell_refusal(self, error: PlaneError) -> None:
-        """Tells the other nodes that are there that this one refuses its settings. Use it in place of `start`; the
-        link is closed afterwards. It raises nothing, and takes REFUSAL_S after NATS has answered."""
-        refusal = Conflict(f"{self.me.name} refuses its settings: {error.message}", **error.facts)
+        """Tells the other nodes that wait that this one refuses its settings. Use it in place of `start`; the link is
+        closed afterwards. It raises nothing, and takes at most REFUSAL_S after NATS has answered."""
+        facts = {name: str(error.facts[name]) for name in ("field", "fix") if name in error.facts}
+        refusal = Conflict(f"{self.me.name} refuses its settings: {error.message}", **facts)
         try:
             self.start(PING_TIMEOUT_S)
             self.run(self._tell_refusal(refusal), REFUSAL_S)
         except Exception as cause:  # the node's own error is the one to report
-            log.debug("the other nodes may not know of the refusal: %s", cause)
+            log.debug("the other nodes may not know of the refusal: %r", cause)
         finally:
             self.close()
 

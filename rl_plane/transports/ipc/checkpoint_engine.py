@@ -57,6 +57,7 @@ class CheckpointEngineDelivery(SelfDescribedDelivery):
         super().__init__()
         self._cuda = cuda
         self._gpus, self.addresses = _own_sockets(handles, cuda, devices)
+        """`addresses`: those of the trainer's sockets to which this process connects."""
         self._zmq = _import_zmq()
         self._began = False
         self._running: Generator[tuple[str, HostTensor]] | None = None

@@ -98,7 +98,7 @@ def loaded(holder: RankHolder, runner: Runner, delivery: Delivery, cast: bool = 
     area.close()
     found: dict[str, torch.Tensor] = {}
     runner.model.loads = lambda tensors: found.update((name, one.clone()) for name, one in tensors.items())
-    assert holder.swap(), "nothing is left of the map"
+    assert holder.swap(), "something refers to the map still"
     return found
 
 
@@ -167,7 +167,7 @@ def test_weights_are_written_on_the_ranks_own_gpu_between_two_steps(
     for name, tensor in checkpoint(tmp_path / "model"):
         area.put(name, tensor)
     holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), False, None))
-    assert holder.swap(), "nothing is left of the map"
+    assert holder.swap(), "something refers to the map still"
     assert calls == whole
     held: list[Any] = []
     runner.model.loads = lambda tensors: held.append(tensors)
