@@ -228,10 +228,9 @@ async def test_if_one_worker_fails_half_way_all_workers_heal(plane: Plane) -> No
     bad.fail("fail_overwrite")
     with pytest.raises(UpdateAborted) as caught:
         await client.run("update_weights", unstaged(plane, 2))
-    assert {row["instance_id"]: row["status"] for row in caught.value.facts["workers"]} == {
-        bad.instance_id: "error",
-        good.instance_id: "ok",
-    }
+    ended = {row["instance_id"]: row["status"] for row in caught.value.facts["workers"]}
+    assert ended.keys() == {bad.instance_id, good.instance_id}
+    assert ended[bad.instance_id] == "error"  # the other one was sooner ("ok"), or was cut
     await plane.until(lambda: good.instance_id in statuses.admitted[-1], HEAL_S)
     assert not (await states(client))[bad.instance_id]["admission"]["open"], "healing fails too"
     bad.mend("fail_overwrite")
