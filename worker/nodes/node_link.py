@@ -65,9 +65,9 @@ LOOK_S = 1.0
 """Seconds that a node has for an answer when ranks have ended, perhaps because it has."""
 
 LOOK_AGAIN_S = 0.5
-"""Seconds between two questions of one look. A node that is just ending may take a question and not answer it. Then
-NATS answers the next question: nobody listens. The node counts as gone when NATS has given this answer three times,
-0.1 s apart."""
+"""Seconds that a look waits for an answer before it asks again. A node that is just ending may take a question and
+never answer it. To the next question NATS itself replies that nobody listens. After three such replies, 0.1 s apart,
+the node counts as gone."""
 
 REFUSAL_S = 3.0
 """Seconds in which a node that refuses its settings tells this to the nodes that wait. Each of them asks every JOIN_S.

@@ -245,7 +245,7 @@ class _Tokens:
     def __init__(self, processor: Any, key: str) -> None:
         internal = processor.external_req_ids.get(key)
         self._state = processor.request_states.get(internal[0]) if internal else None
-        """None: the request ended before it was looked at. Its only output has all of its tokens."""
+        """vLLM's state of the request. None: the request has ended already. Then its only output has all tokens."""
 
     def after(self, made: int, choice: Any) -> tuple[list[int], list[str | None], Any]:
         """Returns the tokens after the first `made`, the names of their weights, and their logprobs, if vLLM has some.
