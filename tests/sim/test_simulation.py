@@ -19,11 +19,23 @@ from tests.support.paths import ROOT
 
 BOUND_S = 570
 """It takes a core 40 s, of few that others use too."""
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(BOUND_S + 30)]
+pytestmark = [pytest.mark.slow, pytest.mark.spare, pytest.mark.timeout(BOUND_S + 30)]
 
 SEEDS = 150
 GUARD_SEEDS = 600
 """The rarest fault of a missing guard shows in one of 40 seeds. The search ends at the first one."""
+FIRST_SEEDS = {
+    "decision": 18,
+    "seal": 7,
+    "bar": 16,
+    "nonce": 7,
+    "canary": 60,
+    "answer": 86,
+    "epoch": 15,
+    "incarnation": 29,
+}
+"""Guard → the seed that the search begins at; 1 for others. A change of the product moves the seeds that find a fault:
+then the search takes longer."""
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -83,6 +95,6 @@ def _without_pid(output: str) -> list[str]:
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_without_a_guard_the_simulation_finds_the_fault(guard: str) -> None:
-    done = simulate("--first", "1", "--seeds", str(GUARD_SEEDS), "--without", guard)
+    done = simulate("--first", str(FIRST_SEEDS.get(guard, 1)), "--seeds", str(GUARD_SEEDS), "--without", guard)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
     assert "again: python -m tests.sim" in done.stdout

@@ -46,6 +46,7 @@ def hf(model: str, requests: list[Asked]) -> list[Asked]:
 
 
 def vllm(model: str, requests: list[Asked]) -> list[Asked]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a second process would import all of it again
     from vllm import LLM, SamplingParams
 
     llm = LLM(model, dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=32 << 20, max_model_len=512)
