@@ -165,7 +165,6 @@ class FrontendLease:
     def _do(self, request: Request) -> FollowedReply | AbortedReply:
         if request.op == "abort_requests":
             ask = parse_body(AbortRequests, request.body)
-            assert isinstance(ask, AbortRequests)
             return AbortedReply(aborted=self.on_abort(ask.request_ids))
         if request.op != "follow_record":
             raise Unsupported(
@@ -174,7 +173,6 @@ class FrontendLease:
                 fix="send it to a worker",
             )
         body = parse_body(FollowRecord, request.body)
-        assert isinstance(body, FollowRecord)
         self._view.take_record(body.record, body.sequence)
         assert self._view.record is not None, "taken just now"
         return FollowedReply(sequence=self._view.record.sequence)
