@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
 
 from nats.aio.msg import Msg
 
@@ -52,15 +51,10 @@ class Departures:
         self._exits: OrderedDict[tuple[str, int], int] = OrderedDict()
         """(instance_id, pid) → the exit code of this process. Its notice may come before the member has left."""
         self._malformed = LimitedLog(log)
-        self._stop_view: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        self._stop_view = self._view.listen(self._on_change)
+        self._view.listen(self._on_change)
         self._status.on_status.append(self._on_status)
-
-    def stop(self) -> None:
-        self._stop_view()
-        self._stop_view = lambda: None
 
     def _on_status(self, instance_id: str, status: WorkerStatus) -> None:
         self._closed_by[instance_id] = {reason.partition(":")[0]: reason for reason in status.reasons}
