@@ -108,7 +108,6 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
         "routed_experts": bool(parsed.return_routed_experts),
     }
     return Plan(
-        chat=False,
         id=parsed.request_id or request_id,
         model=parsed.model,
         requests=requests_of(
@@ -118,7 +117,6 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
             score_each=False,
             seed_field="sampling_params.seed",
         ),
-        instance_id=None,
         stream=stream,
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage,
         return_token_ids=bool(parsed.return_token_ids),
@@ -248,7 +246,6 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         "routed_experts": bool(parsed.return_routed_experts),
     }
     return Plan(
-        chat=False,
         id=parsed.rid or request_id,
         model=parsed.lora_path,
         requests=requests_of(
@@ -259,9 +256,7 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
             seed_field="sampling_params.sampling_seed",
             n_field="sampling_params.n",
         ),
-        instance_id=None,
         stream=bool(parsed.stream),
-        include_usage=False,
         return_token_ids=bool(parsed.return_prompt_token_ids),
         demands=demands_of(parsed),
         fields=SGLANG_FIELDS | {"structured_output": form_field},

@@ -51,15 +51,15 @@ ROUTED = {"routed_experts": "return_routed_experts"}
 class Plan:
     """The choices and the reply that one call asks for."""
 
-    chat: bool
     id: str
     model: str | None
     requests: tuple[GenerateRequest, ...]
     """One request per choice: the choices of the first prompt, then those of the next."""
-    instance_id: str | None
-    stream: bool
-    include_usage: bool
-    return_token_ids: bool
+    chat: bool = False
+    instance_id: str | None = None
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
     demands: Demands = NO_DEMANDS
     session: str | None = None
     """The name of the session, from the request's headers."""

@@ -194,14 +194,10 @@ def _plan(
         for index, (one, pooling) in enumerate(zip(inputs, each, strict=True))
     ]
     return Plan(
-        chat=False,
         id=request_id,
         model=body.model,
         requests=tuple(requests),
         instance_id=body.nvext.instance_id if body.nvext is not None else None,
-        stream=False,
-        include_usage=False,
-        return_token_ids=False,
         demands=demands,
         fields=dict.fromkeys(("prompt", "prompt_token_ids"), field),
         batch=count if is_list else None,

@@ -22,6 +22,25 @@ def vector_of(choice: Choice) -> list[float]:
     return unpacked(choice.pooled)
 
 
+def _listed(rows: Callable[[list[Choice]], Iterable[dict[str, Any]]]) -> Write:
+    def write(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any]:
+        return {
+            "id": plan.id,
+            "object": "list",
+            "created": created,
+            "model": model,
+            "data": list(rows(choices)),
+            "usage": usage(plan, choices),
+            "nvext": extension_of(plan, choices),
+        }
+
+    return write
+
+
+def _score(index: int, score: float) -> dict[str, Any]:
+    return {"index": index, "object": "score", "score": score}
+
+
 def embeddings(in_base64: bool) -> Write:
     """OpenAI's form."""
 
@@ -45,10 +64,8 @@ def classes(labels: Sequence[str]) -> Write:
     return _listed(lambda choices: map(row, choices))
 
 
-def scores(plan: Plan, choices: list[Choice], model: str, created: int) -> Any:
-    """vLLM's form, by a classifier of pairs."""
-    rows = (_score(choice.index, vector_of(choice)[0]) for choice in choices)
-    return _listed(lambda _: rows)(plan, choices, model, created)
+scores = _listed(lambda choices: (_score(choice.index, vector_of(choice)[0]) for choice in choices))
+"""vLLM's form, by a classifier of pairs."""
 
 
 def cosines(left: int, right: int) -> Write:
@@ -78,25 +95,6 @@ def _meta(plan: Plan, choice: Choice) -> dict[str, Any]:
         "weight_versions": spans_of(choice.spans),
         **choice.provenance(),
     }
-
-
-def _listed(rows: Callable[[list[Choice]], Iterable[dict[str, Any]]]) -> Write:
-    def write(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any]:
-        return {
-            "id": plan.id,
-            "object": "list",
-            "created": created,
-            "model": model,
-            "data": list(rows(choices)),
-            "usage": usage(plan, choices),
-            "nvext": extension_of(plan, choices),
-        }
-
-    return write
-
-
-def _score(index: int, score: float) -> dict[str, Any]:
-    return {"index": index, "object": "score", "score": score}
 
 
 def _cosine(one: list[float], other: list[float]) -> float:

@@ -513,10 +513,6 @@ class Bus:
         async with _translated(f"shorten {bucket.name}/{keys}"):
             await self._request(f"$JS.API.STREAM.PURGE.{bucket.stream}", ask)
 
-    async def read_all(self, bucket: KeyValueBucket) -> tuple[list[Entry], int]:
-        """Reads the newest message of every key, in order, and the sequence up to which they are complete."""
-        return await self.read_keys(bucket, ">")
-
     async def read_keys(self, bucket: KeyValueBucket, keys: str) -> tuple[list[Entry], int]:
         """Reads the newest message of every matching key, in order, and the sequence up to which they are complete."""
         while True:

@@ -25,7 +25,7 @@ import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import msgpack
@@ -340,16 +340,9 @@ class IncomingStream:
         else:
             await self.tell(self._window.credit(True))
 
-    async def messages(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields each message in order; the last one has `end`. Raises a typed error that the worker sent."""
-        async with contextlib.aclosing(self.batches()) as batches:
-            async for batch in batches:
-                for message in batch:
-                    yield message
-
     async def batches(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """Yields the messages that have arrived since the last batch: at most CREDIT_EVERY, because they count as
-        used."""
+        used. The last message has `end`. Raises a typed error that the worker sent."""
         try:
             while not self._ended:
                 batch, error = await self._take()
@@ -508,9 +501,8 @@ class StreamReceiver:
 
     def _nobody_there(self, key: str) -> None:
         stream = self._open.get(key)
-        if (
-            stream is not None and not self.just_back()
-        ):  # else the worker may be reconnecting: the request is sent again
+        # After a reconnect the worker may be reconnecting too: the request is sent again.
+        if stream is not None and time.monotonic() >= self._reconnected_at + RECONNECT_GRACE_S:
             stream.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
 
     def _denied(self, subject: str, error: PermissionDenied) -> None:
@@ -518,15 +510,8 @@ class StreamReceiver:
             if stream.subject.lower() == subject:
                 stream.fail(error)
 
-    def just_back(self) -> bool:
-        """Reports whether this connection has just reconnected. A subject without a subscriber is no death then."""
-        return time.monotonic() < self._reconnected_at + RECONNECT_GRACE_S
-
     async def _reconnected(self) -> None:
         self._reconnected_at = time.monotonic()
-        await self._ask_again()
-
-    async def _ask_again(self) -> None:
         for stream in list(self._open.values()):
             await stream.ask_again()
 
