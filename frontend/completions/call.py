@@ -345,9 +345,7 @@ class GenerationCall:
         if record is None:
             return
         for choice in self._choices:
-            adapter = (
-                choice.spans[0].adapter.name if choice.spans and choice.spans[0].adapter is not None else None
-            )
+            adapter = self._plan.requests[choice.index].adapter
             lag = oldest_lag(choice.spans, point_of(record.held, adapter))
             if lag is not None:
                 self._service.timings.on_end(max(0, lag))
@@ -417,8 +415,7 @@ class GenerationCall:
         if isinstance(demands.min_version, str):
             # The tokens met its sequence when they were made. Only the run may be another by now.
             demands = replace(demands, min_version=0)
-        adapter = spans[0].adapter.name if spans[0].adapter is not None else None
-        unmet = at_delivery(demands, spans, point_of(record.held, adapter))
+        unmet = at_delivery(demands, spans, point_of(record.held, self._plan.requests[index].adapter))
         if unmet is None:
             return None
         if demands.on_stale != "cut":

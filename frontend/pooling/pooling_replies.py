@@ -8,9 +8,10 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from frontend.completions.native_replies import one_or_list, sglang_meta
 from frontend.completions.openai_replies import extension_of, usage
 from frontend.completions.plans import Plan
-from frontend.completions.reply_choice import Choice, spans_of
+from frontend.completions.reply_choice import Choice
 from rl_plane.protocol.pooling import unpacked
 
 Write = Callable[[Plan, list[Choice], str, int], Any]
@@ -81,20 +82,15 @@ def cosines(left: int, right: int) -> Write:
 
 
 def sglang(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any] | list[Any]:
-    """SGLang's form: one row, or a list if the inputs came in a list."""
-    rows = [{"embedding": vector_of(choice), "meta_info": _meta(plan, choice)} for choice in choices]
-    return rows[0] if len(rows) == 1 and plan.batch is None else rows
-
-
-def _meta(plan: Plan, choice: Choice) -> dict[str, Any]:
-    return {
-        "id": plan.id if len(plan.requests) == 1 else f"{plan.id}-{choice.index}",
-        "finish_reason": {"type": "length", "length": 0},
-        "prompt_tokens": len(choice.prompt_token_ids or ()),
-        "weight_version": choice.spans[-1].version,
-        "weight_versions": spans_of(choice.spans),
-        **choice.provenance(),
-    }
+    """SGLang's form."""
+    reason = {"type": "length", "length": 0}
+    return one_or_list(
+        plan,
+        [
+            {"embedding": vector_of(choice), "meta_info": sglang_meta(plan, choice, choice.spans, reason)}
+            for choice in choices
+        ],
+    )
 
 
 def _cosine(one: list[float], other: list[float]) -> float:

@@ -67,14 +67,9 @@ class FrontendLease:
                     "this frontend has not confirmed the committed version lately: does NATS answer it?",
                     retry_after_s=RETRY_AFTER_S,
                 )
-            await self._next_confirmation(left_s)
-
-    async def _next_confirmation(self, timeout_s: float) -> None:
-        """Waits for the next confirmation, or for the time-out."""
-        confirmed = self._confirmed
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await confirmed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._confirmed.wait()
 
     async def start(self) -> None:
         self._subscription = await self._bus.subscribe(

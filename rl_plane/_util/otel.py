@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from opentelemetry import trace
@@ -90,7 +91,7 @@ def exported_spans(collector: str, service: str, instance: str = "", **facts: st
         span_limits=SpanLimits(max_attribute_length=MAX_TEXT_CHARS),
     )
     provider.add_span_processor(sender)
-    tracing.switch(_SdkTracer(provider.get_tracer("rl_plane", own_version())))
+    tracing.switch(partial(_begin, provider.get_tracer("rl_plane", own_version())))
     try:
         yield
     finally:
@@ -231,29 +232,26 @@ class _TraceIds(RandomIdGenerator):
         return int(named, 16) if named else super().generate_trace_id()
 
 
-class _SdkTracer:
-    """Makes spans by the SDK."""
-
-    def __init__(self, tracer: trace.Tracer) -> None:
-        self._tracer = tracer
-
-    def begin(
-        self, name: str, parent: TraceContext | None, trace_of: str, attributes: Mapping[str, Value | None]
-    ) -> Span:
-        context = Context()
-        if parent is not None:
-            remote = trace.SpanContext(
-                int(parent.trace_id, 16), int(parent.span_id, 16), True, trace.TraceFlags(int(parent.flags, 16))
-            )
-            context = trace.set_span_in_context(trace.NonRecordingSpan(remote), context)
-        token = _trace_id.set(trace_id_of(trace_of) if trace_of and parent is None else "")
-        try:
-            span = self._tracer.start_span(
-                name, context, kind=trace.SpanKind.SERVER, attributes=_named(attributes)
-            )
-        finally:
-            _trace_id.reset(token)
-        return _SdkSpan(self._tracer, span)
+def _begin(
+    tracer: trace.Tracer,
+    name: str,
+    parent: TraceContext | None,
+    trace_of: str,
+    attributes: Mapping[str, Value | None],
+) -> Span:
+    """Begins a span of the SDK. The arguments are those of `tracing.begin`."""
+    context = Context()
+    if parent is not None:
+        remote = trace.SpanContext(
+            int(parent.trace_id, 16), int(parent.span_id, 16), True, trace.TraceFlags(int(parent.flags, 16))
+        )
+        context = trace.set_span_in_context(trace.NonRecordingSpan(remote), context)
+    token = _trace_id.set(trace_id_of(trace_of) if trace_of and parent is None else "")
+    try:
+        span = tracer.start_span(name, context, kind=trace.SpanKind.SERVER, attributes=_named(attributes))
+    finally:
+        _trace_id.reset(token)
+    return _SdkSpan(tracer, span)
 
 
 class _SdkSpan(Span):

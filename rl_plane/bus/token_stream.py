@@ -329,9 +329,6 @@ class IncomingStream:
     async def send_opening(self) -> None:
         await self._receiver.bus.nc.publish(self.subject, self._opening, reply=self._reply, headers=self._headers)
 
-    async def credit(self) -> None:
-        await self.tell(self._window.credit(False))
-
     async def ask_again(self) -> None:
         """Asks again for what may be lost: sends the request itself, or a credit that requests the missing messages."""
         if self._window.next == 0:
@@ -347,7 +344,7 @@ class IncomingStream:
             while not self._ended:
                 batch, error = await self._take()
                 if self._ended or self._window.credit_due():
-                    await self.credit()
+                    await self.tell(self._window.credit(False))
                 if batch:
                     yield batch
                 if error is not None:
@@ -485,7 +482,10 @@ class StreamReceiver:
         key = message.subject.rsplit(".", 1)[1]
         if not message.data:
             if message.headers and message.headers.get("Status") == "503":
-                self._nobody_there(key)
+                stream = self._open.get(key)
+                # After a reconnect the worker may be reconnecting too: the request is sent again.
+                if stream is not None and time.monotonic() >= self._reconnected_at + RECONNECT_GRACE_S:
+                    stream.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
             return
         try:
             messages = _unpacked(key, message.data)
@@ -498,12 +498,6 @@ class StreamReceiver:
             stream = self._open.get(one)
             if stream is not None and stream.put(each):
                 await stream.ask_again()
-
-    def _nobody_there(self, key: str) -> None:
-        stream = self._open.get(key)
-        # After a reconnect the worker may be reconnecting too: the request is sent again.
-        if stream is not None and time.monotonic() >= self._reconnected_at + RECONNECT_GRACE_S:
-            stream.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
 
     def _denied(self, subject: str, error: PermissionDenied) -> None:
         for stream in list(self._open.values()):
