@@ -18,8 +18,6 @@ from rl_plane.protocol.process_notices import ExitNotice
 
 log = logging.getLogger("frontend.routing.departures")
 
-REASONS = ("ended", "engine", "connection", "silent", "replaced")
-"""The reasons that docs/metrics.md explains."""
 NO_MEMBER = "start"
 """The reason of a process that has ended before it was a member. It is listed, and not counted."""
 KEPT = 100
@@ -35,13 +33,14 @@ WHY = {
     "replaced": "a new process has taken its instance id",
     NO_MEMBER: "its process has ended before it joined",
 }
+"""The reasons, as docs/metrics.md explains them."""
 
 
 class Departures:
     """The workers that have left since the start."""
 
     def __init__(self, view: MembershipView, status: FleetStatus) -> None:
-        self.counts = dict.fromkeys(REASONS, 0)
+        self.counts = {reason: 0 for reason in WHY if reason != NO_MEMBER}
         self._view = view
         self._status = status
         self._left: deque[tuple[Member, float, str, str]] = deque(maxlen=KEPT)
