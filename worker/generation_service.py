@@ -207,9 +207,7 @@ class GenerationService:
         request = body.get("request")
         if not isinstance(request, dict):
             raise InvalidRequest("request must be a map", field="request", fix="see rl_plane.protocol.generation")
-        parsed = parse_body(GenerateRequest, {**request, "id": stream_id})
-        assert isinstance(parsed, GenerateRequest)
-        return parsed
+        return parse_body(GenerateRequest, {**request, "id": stream_id})
 
     def _accepted(self) -> dict[str, Any]:
         version = self._state.version

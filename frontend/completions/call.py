@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from frontend.completions.completion_span import begin_call, end_call
 from frontend.completions.openai_replies import openai_error
 from frontend.completions.plans import Plan
 from frontend.completions.reply_choice import Choice, scores_alone
@@ -41,6 +40,8 @@ EVENTS_QUEUE = 64
 MAX_TOPS_ON_LOOP = 1 << 13
 """Likeliest tokens of prompts that the event loop itself writes into a reply, in some 10 ms. A thread writes more."""
 DONE = b"[DONE]"
+GOOD = ("ok", "disconnected")
+"""Outcomes of a call in which the plane has not failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class GenerationCall:
     async def whole(self) -> Any:
         created = int(time.time())
         self._gather_s = GATHER_S  # the reply is sent at its end
-        self._span = begin_call(self._plan, self._parent)
+        self._begin_span()
         async with self._service.counted(self._plan, self._on_end):
             model, run = await self._begin()
             try:
@@ -112,7 +113,7 @@ class GenerationCall:
         plan, begun = self._plan, False
         ends: dict[int, tuple[GenerateDelta, int]] = {}
         """The last delta of each choice whose calls are being read, and where its text begins."""
-        self._span = begin_call(plan, self._parent)
+        self._begin_span()
         try:
             async with self._service.counted(plan, self._on_end):
                 model, run = await self._begin()
@@ -309,6 +310,23 @@ class GenerationCall:
 
     # ---- counts ----
 
+    def _begin_span(self) -> None:
+        if not tracing.is_on():
+            return
+        plan, first = self._plan, self._plan.requests[0]
+        self._span = tracing.begin(
+            "completion",
+            self._parent,
+            request_id=plan.made_id,
+            caller_id=plan.caller_id or None,
+            session=plan.session,
+            model=plan.model,
+            choices=len(plan.requests),
+            stream=plan.stream,
+            prompt_tokens=first.prompt_size(),
+            max_tokens=first.max_tokens,
+        )
+
     def _count(self, choice: Choice, tokens: int) -> None:
         """Counts tokens that `choice` is about to take."""
         now, timings = time.monotonic(), self._service.timings
@@ -327,16 +345,28 @@ class GenerationCall:
         if record is None:
             return
         for choice in self._choices:
-            adapter = (
-                choice.spans[0].adapter.name if choice.spans and choice.spans[0].adapter is not None else None
-            )
+            adapter = self._plan.requests[choice.index].adapter
             lag = oldest_lag(choice.spans, point_of(record.held, adapter))
             if lag is not None:
                 self._service.timings.on_end(max(0, lag))
 
     def _on_end(self, outcome: str) -> None:
+        """`outcome`: ok, disconnected, or an error's code."""
         self._record(outcome)
-        end_call(self._span, self._choices, outcome, self._deliveries)
+        if self._span is OFF:
+            return
+        choices = self._choices
+        workers = [worker for choice in choices for _, worker, _ in choice.makers]
+        versions = [one.version for choice in choices for one in choice.spans]
+        self._span.set(
+            outcome=outcome,
+            tokens=sum(len(choice.token_ids) for choice in choices),
+            deliveries=self._deliveries,
+            workers=", ".join(dict.fromkeys(workers)) or None,
+            versions=", ".join(dict.fromkeys(versions)) or None,
+            finish_reasons=", ".join(dict.fromkeys(choice.finish_reason or "none" for choice in choices)),
+        )
+        self._span.end(code="" if outcome in GOOD else outcome)
 
     def _record(self, outcome: str) -> None:
         """Hands each choice that came to a worker to the recorder. Nothing changes a choice after this."""
@@ -385,8 +415,7 @@ class GenerationCall:
         if isinstance(demands.min_version, str):
             # The tokens met its sequence when they were made. Only the run may be another by now.
             demands = replace(demands, min_version=0)
-        adapter = spans[0].adapter.name if spans[0].adapter is not None else None
-        unmet = at_delivery(demands, spans, point_of(record.held, adapter))
+        unmet = at_delivery(demands, spans, point_of(record.held, self._plan.requests[index].adapter))
         if unmet is None:
             return None
         if demands.on_stale != "cut":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -20,7 +21,7 @@ from frontend.completions.plans import Plan, plan_chat, plan_completion
 from frontend.completions.reply_models import ChatReply, CompletionReply, ModelList
 from frontend.completions.tokens import DetokenizeBody, TokenizeBody, Tokens
 from frontend.components.component_chooser import ChooseComponent, ComponentChooser
-from frontend.server.api import ANY_KEY, Api, Endpoint, Operation
+from frontend.server.api import ANY_KEY, Api, Endpoint, Method, Operation
 from frontend.server.bodies import read_json
 from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.replies import json_response
@@ -81,6 +82,23 @@ def _generation_endpoint(
     return answer
 
 
+def add_generation(
+    api: Api,
+    method: Method,
+    path: str,
+    endpoint: Endpoint,
+    summary: str,
+    reply: type[BaseModel] | None,
+    **more: Any,
+) -> None:
+    """Adds a route that clients of the generation API call, with their shape of an error."""
+    shown = {"shape": openai_error, "roles": ("generate",), "replies": () if reply is None else (reply,), **more}
+    name = path.strip("/").replace("/", "_")
+    api.add(
+        Operation(method=method, path=path, endpoint=endpoint, name=name, summary=summary, tags=(TAG,), **shown)
+    )
+
+
 def add_generation_routes(api: Api, components: ComponentChooser, *, as_engine: bool = False) -> None:
     """`as_engine`: clients take the listener for one engine. Trainers wait for its `/health`, then ask for the model
     at once, so `/health` answers 503 until a worker is there."""
@@ -99,25 +117,7 @@ def add_generation_routes(api: Api, components: ComponentChooser, *, as_engine: 
     async def models(request: Request) -> Response:
         return json_response(components.list_models())
 
-    def add(
-        method: Any, path: str, endpoint: Endpoint, summary: str, reply: type[BaseModel] | None, **more: Any
-    ) -> None:
-        replies = () if reply is None else (reply,)
-        name = path.strip("/").replace("/", "_")
-        shown = {"shape": openai_error, "roles": ("generate",), **more}
-        api.add(
-            Operation(
-                method=method,
-                path=path,
-                endpoint=endpoint,
-                name=name,
-                summary=summary,
-                tags=(TAG,),
-                replies=replies,
-                **shown,
-            )
-        )
-
+    add = partial(add_generation, api)
     words = (
         "A worker is there, or 503."
         if as_engine

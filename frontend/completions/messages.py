@@ -10,9 +10,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rl_plane.errors import InvalidRequest, Unsupported
+from frontend.completions.unserved_fields import unsupported
+from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import Rendering
 from rl_plane.protocol.strict_json import parse_json_object
+from rl_plane.protocol.validation import M, parse_body
 
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -139,32 +141,26 @@ def _plain_call(where: str, call: ToolCall) -> dict[str, Any]:
     return {**named, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def without_nulls_in_messages(body: dict[str, Any]) -> dict[str, Any]:
-    """Drops null fields of messages. Clients send a reply's message back with such fields."""
+def parse_chat(model: type[M], body: dict[str, Any]) -> M:
+    """Parses a body that may have chat messages. Unsupported: they have a part that is not served. Null fields of
+    messages are dropped: clients send a reply's message back with such fields."""
     messages = body.get("messages")
-    if not isinstance(messages, list):
-        return body
-    return {**body, "messages": [_without_nulls(one) if isinstance(one, dict) else one for one in messages]}
+    if isinstance(messages, list):
+        served = [_served(at, one) if isinstance(one, dict) else one for at, one in enumerate(messages)]
+        body = {**body, "messages": served}
+    return parse_body(model, body)
 
 
-def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    return {
+def _served(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    given = {
         key: value for key, value in message.items() if value is not None and (key, value) != ("annotations", [])
     }
-
-
-def refuse_in_messages(body: dict[str, Any]) -> None:
-    """Refuses the parts of chat messages that are not served."""
-    messages = body.get("messages")
-    for number, message in enumerate(messages if isinstance(messages, list) else ()):
-        if not isinstance(message, dict):
-            continue
-        for field in _REFUSED_IN_MESSAGES:
-            if field in message:
-                where = f"messages.{number}.{field}"
-                raise Unsupported(f"{where} is not supported here", field=where, fix="leave it out")
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") not in (None, "text"):
-                where, kind = f"messages.{number}.content", str(part["type"])[:64]
-                raise Unsupported(f"{where} of type {kind!r} is not supported here", field=where, fix="send text")
+    for field in _REFUSED_IN_MESSAGES:
+        if field in given:
+            raise unsupported(f"messages.{number}.{field}")
+    content = given.get("content")
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and part.get("type") not in (None, "text"):
+            where, kind = f"messages.{number}.content", str(part["type"])[:64]
+            raise unsupported(where, "send text", f"{where} of type {kind!r}")
+    return given

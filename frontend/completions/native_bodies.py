@@ -21,8 +21,8 @@ from frontend.completions.plans import (
     DEFAULT_CHAT_TOKENS,
     ROUTED,
     Plan,
+    check_stream,
     read_prompts,
-    refuse_streamed,
     requests_of,
     top_of,
 )
@@ -88,13 +88,11 @@ VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fi
 
 def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
     parsed = parse_body(VllmGenerateBody, without_unserved(_without_unknown_sampling(body), VllmGenerateBody))
-    assert isinstance(parsed, VllmGenerateBody)
     sampling = parsed.sampling_params
     if sampling.logprobs == -1:
         raise unsupported("sampling_params.logprobs", f"send at most {MAX_TOP_LOGPROBS}")
-    refuse_streamed(bool(parsed.stream), sampling.prompt_logprobs, "sampling_params.prompt_logprobs")
-    if parsed.stream_options is not None and not parsed.stream:
-        raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
+    stream, prompt_logprobs = bool(parsed.stream), sampling.prompt_logprobs
+    check_stream(stream, parsed.stream_options, prompt_logprobs, "sampling_params.prompt_logprobs")
     given = sampling.structured_outputs
     form, form_field = only_form(() if given is None else given.form("sampling_params.structured_outputs"))
     own = {
@@ -104,13 +102,12 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
         "structured_output": form,
         "logprobs": sampling.logprobs is not None,
         "top_logprobs": top_of(sampling.logprobs),
-        "prompt_logprobs": sampling.prompt_logprobs is not None,
-        "prompt_top_logprobs": sampling.prompt_logprobs or 0,
-        "prompt_token_texts": sampling.prompt_logprobs is not None and sampling.detokenize is not False,
+        "prompt_logprobs": prompt_logprobs is not None,
+        "prompt_top_logprobs": prompt_logprobs or 0,
+        "prompt_token_texts": prompt_logprobs is not None and sampling.detokenize is not False,
         "routed_experts": bool(parsed.return_routed_experts),
     }
     return Plan(
-        chat=False,
         id=parsed.request_id or request_id,
         model=parsed.model,
         requests=requests_of(
@@ -120,8 +117,7 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
             score_each=False,
             seed_field="sampling_params.seed",
         ),
-        instance_id=None,
-        stream=bool(parsed.stream),
+        stream=stream,
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage,
         return_token_ids=bool(parsed.return_token_ids),
         demands=demands_of(parsed),
@@ -205,10 +201,6 @@ SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.mode
 """A GenerateRequest's field → the name that SGLang's callers use."""
 
 
-_NO_SAMPLING = {"max_new_tokens", "min_new_tokens", "sampling_seed", "no_stop_trim", *SglangForms.model_fields}
-"""The fields of `SglangSampling` that `SamplingBody` has under other names, or not at all."""
-
-
 def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
     for field in ("rid", "sampling_params", "return_logprob", "logprob_start_len", "lora_path"):
         if isinstance(body.get(field), list):
@@ -216,7 +208,6 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
     found = [read_prompts(body.get(field), field) for field in ("text", "input_ids")]
     body = {key: value for key, value in body.items() if key not in ("text", "input_ids")}
     parsed = parse_body(SglangGenerateBody, without_unserved(body, SglangGenerateBody))
-    assert isinstance(parsed, SglangGenerateBody)
     prompts = found[0] or found[1]
     if prompts is None or all(found):
         raise InvalidRequest(
@@ -239,16 +230,13 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
             fix="send return_logprob: true too",
         )
     given = parsed.sampling_params or SglangSampling()
-    sampling = SamplingBody(
-        min_tokens=given.min_new_tokens,
-        seed=given.sampling_seed,
-        include_stop_str_in_output=given.no_stop_trim,
-        **given.model_dump(exclude=_NO_SAMPLING),
-    )
     form, form_field = only_form(given.forms("sampling_params."))
     own = {
         "id": request_id,
         "max_tokens": SGLANG_TOKENS if given.max_new_tokens is None else max(1, given.max_new_tokens),
+        "min_tokens": given.min_new_tokens or 0,
+        "seed": given.sampling_seed,
+        "include_stop_str_in_output": bool(given.no_stop_trim),
         "cache_salt": parsed.cache_salt,
         "structured_output": form,
         "logprobs": bool(parsed.return_logprob),
@@ -258,20 +246,17 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         "routed_experts": bool(parsed.return_routed_experts),
     }
     return Plan(
-        chat=False,
         id=parsed.rid or request_id,
         model=parsed.lora_path,
         requests=requests_of(
-            sampling,
+            given,
             own,
             prompts.each,
             score_each=True,
             seed_field="sampling_params.sampling_seed",
             n_field="sampling_params.n",
         ),
-        instance_id=None,
         stream=bool(parsed.stream),
-        include_usage=False,
         return_token_ids=bool(parsed.return_prompt_token_ids),
         demands=demands_of(parsed),
         fields=SGLANG_FIELDS | {"structured_output": form_field},

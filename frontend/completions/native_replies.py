@@ -7,7 +7,7 @@ from typing import Any
 from frontend.completions.openai_replies import prompt_logprobs, scored_prompt, token_name, top_rows, usage
 from frontend.completions.plans import Plan
 from frontend.completions.reply_choice import Choice, spans_of
-from rl_plane.protocol.generation import GenerateDelta
+from rl_plane.protocol.generation import GenerateDelta, VersionSpan
 from rl_plane.protocol.routed_experts import as_int32, as_npy
 
 # ---- vLLM's ----
@@ -94,23 +94,30 @@ class VllmChunks:
 
 
 def sglang_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any] | list[Any]:
-    """One choice, or a list if there are several choices or the prompts came in a list."""
-    rows = [_sglang_choice(plan, choice) for choice in choices]
+    return one_or_list(plan, [_sglang_choice(plan, choice) for choice in choices])
+
+
+def one_or_list(plan: Plan, rows: list[dict[str, Any]]) -> dict[str, Any] | list[Any]:
+    """SGLang's reply: one row, or a list if there are several rows or the prompts came in a list."""
     return rows[0] if len(rows) == 1 and plan.batch is None else rows
 
 
-def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
-    """The whole choice so far."""
-    spans, prompt = choice.labelled(), choice.prompt_token_ids or []
-    meta: dict[str, Any] = {
+def sglang_meta(plan: Plan, choice: Choice, spans: list[VersionSpan], reason: Any) -> dict[str, Any]:
+    """The `meta_info` of one row. `reason`: its `finish_reason`."""
+    return {
         "id": plan.id if len(plan.requests) == 1 else f"{plan.id}-{choice.index}",
-        "finish_reason": _sglang_reason(choice),
-        "prompt_tokens": len(prompt),
-        "completion_tokens": len(choice.token_ids),
+        "finish_reason": reason,
+        "prompt_tokens": len(choice.prompt_token_ids or ()),
         "weight_version": spans[-1].version if spans else None,
         "weight_versions": spans_of(spans),
         **choice.provenance(),
     }
+
+
+def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
+    """The whole choice so far."""
+    meta = sglang_meta(plan, choice, choice.labelled(), _sglang_reason(choice))
+    meta["completion_tokens"] = len(choice.token_ids)
     if plan.logprobs:
         rows = zip(choice.token_ids, choice.logprobs or [], strict=True)
         meta["output_token_logprobs"] = [[value, token, None] for token, value in rows]
@@ -130,7 +137,7 @@ def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
         meta["routed_experts"] = as_int32(choice.routed_experts)
     reply = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
     if plan.return_token_ids:
-        reply["prompt_token_ids"] = prompt
+        reply["prompt_token_ids"] = choice.prompt_token_ids or []
     return reply
 
 

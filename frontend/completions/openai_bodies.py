@@ -44,6 +44,11 @@ MAX_SEED = 1 << 63
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 
 
+def one_for_true(value: Any) -> Any:
+    """A count for which clients of another field send true."""
+    return (1 if value else None) if isinstance(value, bool) else value
+
+
 class StreamOptions(BaseModel):
     model_config = STRICT
 
@@ -168,11 +173,7 @@ class GenerationBody(SamplingBody, SglangForms, DemandFields):
     user: str | None = None
     nvext: NvExt | None = None
 
-    @field_validator("prompt_logprobs", mode="before")
-    @classmethod
-    def _from_bool(cls, value: Any) -> Any:
-        """vLLM's clients send true for 1."""
-        return (1 if value else None) if isinstance(value, bool) else value
+    _from_bool = field_validator("prompt_logprobs", mode="before")(one_for_true)
 
     def each_form(self) -> Iterator[Found]:
         """The forms that the body gives the text: at most one is right."""
@@ -198,11 +199,7 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """0 or 1 (or true): the logprob of the chosen token. More: also of this many of the likeliest tokens."""
 
-    @field_validator("logprobs", mode="before")
-    @classmethod
-    def _one_from_bool(cls, value: Any) -> Any:
-        """Chat clients send true for 1."""
-        return (1 if value else None) if isinstance(value, bool) else value
+    _one_from_bool = field_validator("logprobs", mode="before")(one_for_true)
 
 
 class ChatBody(GenerationBody, TemplateBody):

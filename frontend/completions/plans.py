@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from frontend.completions.auto_tools import AutoTools
 from frontend.completions.forced_tools import Forced, check_choice
-from frontend.completions.messages import refuse_in_messages, without_nulls_in_messages
+from frontend.completions.messages import parse_chat
 from frontend.completions.openai_bodies import (
     MAX_CHOICES,
     MAX_SEED,
@@ -19,6 +19,8 @@ from frontend.completions.openai_bodies import (
     GenerationBody,
     NvExt,
     SamplingBody,
+    SamplingFields,
+    StreamOptions,
     TokenIds,
     tells_tokens,
 )
@@ -36,6 +38,8 @@ DEFAULT_CHAT_TOKENS = 256
 """OpenAI's default is "until the context is full", which would let a model under training run away."""
 
 
+SAMPLED = SamplingBody.model_fields.keys() - {"n"}
+"""The fields that a GenerateRequest has under the same names, with the same meaning of a default."""
 PROMPTS = frozenset({"prompt", "prompt_token_ids"})
 UNSCORED = {"prompt_logprobs": False, "prompt_top_logprobs": 0, "prompt_token_texts": False}
 """The fields of a request whose prompt another choice scores."""
@@ -47,15 +51,15 @@ ROUTED = {"routed_experts": "return_routed_experts"}
 class Plan:
     """The choices and the reply that one call asks for."""
 
-    chat: bool
     id: str
     model: str | None
     requests: tuple[GenerateRequest, ...]
     """One request per choice: the choices of the first prompt, then those of the next."""
-    instance_id: str | None
-    stream: bool
-    include_usage: bool
-    return_token_ids: bool
+    chat: bool = False
+    instance_id: str | None = None
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
     demands: Demands = NO_DEMANDS
     session: str | None = None
     """The name of the session, from the request's headers."""
@@ -131,13 +135,10 @@ def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
     rest = {key: value for key, value in body.items() if key != "prompt"}
     prompt = read_prompts(body.get("prompt"), "prompt")
     parsed = parse_body(CompletionBody, rest)
-    assert isinstance(parsed, CompletionBody)
-    if (ids := _token_data(parsed)) is None:
-        ids = parsed.prompt_token_ids if prompt is None else _only_one(parsed.prompt_token_ids, None, "prompt")
-        if ids is None and prompt is None:
-            raise InvalidRequest("there is no prompt", field="prompt", fix="send a prompt, or prompt_token_ids")
-    prompts = Prompts.of(ids, "prompt_token_ids") if ids is not None else prompt
-    assert prompts is not None, "one of the two"
+    ids = _prompt_ids(parsed, None if prompt is None else "prompt")
+    prompts = prompt if ids is None else Prompts.of(ids, "prompt_token_ids")
+    if prompts is None:
+        raise InvalidRequest("there is no prompt", field="prompt", fix="send a prompt, or prompt_token_ids")
     if parsed.add_special_tokens is not None:
         prompts = prompts.with_special_tokens(parsed.add_special_tokens)
     tokens, logprobs = parsed.max_tokens, parsed.logprobs
@@ -147,25 +148,7 @@ def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
             field="max_tokens",
             fix="send echo: true too, or at least 1",
         )
-    return _plan(parsed, request_id, prompts, tokens, logprobs is not None, top_of(logprobs), _echo_of(parsed))
-
-
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """The parts of a prompt that `echo` asks for."""
-
-    has_text: bool
-    logprobs: int | None
-    """The caller's `logprobs`."""
-
-
-def _echo_of(body: CompletionBody) -> Echo | None:
-    """vLLM's echo: the caller's `logprobs` count for the prompt too, and a caller who reads token ids gets no text of
-    the prompt."""
-    if not body.echo:
-        return None
-    reads_ids = bool(body.return_token_ids or (body.nvext is not None and body.nvext.return_token_ids))
-    return Echo(has_text=not reads_ids, logprobs=body.logprobs)
+    return _plan(parsed, request_id, prompts, tokens, logprobs is not None, top_of(logprobs))
 
 
 def top_of(logprobs: int | None) -> int:
@@ -225,38 +208,30 @@ _TEXTS: TypeAdapter[list[str]] = TypeAdapter(
 )
 
 
-def _token_data(body: GenerationBody) -> list[int] | None:
-    ids = body.nvext.token_data if body.nvext is not None else None
-    return _only_one(body.prompt_token_ids, ids, "nvext.token_data") if ids is not None else None
-
-
-def _only_one(ids: list[int] | None, other: Any, field: str) -> Any:
-    if ids is not None:
+def _prompt_ids(body: GenerationBody, other: str | None) -> list[int] | None:
+    """The prompt as tokens. `other`: a field that gives a prompt too. Beside `nvext.token_data` it is a placeholder."""
+    data = body.nvext.token_data if body.nvext is not None else None
+    rival = other if data is None else "nvext.token_data"
+    if body.prompt_token_ids is not None and rival is not None:
         raise InvalidRequest(
-            f"prompt_token_ids and {field} are both given", field="prompt_token_ids", fix="send one of the two"
+            f"prompt_token_ids and {rival} are both given", field="prompt_token_ids", fix="send one of the two"
         )
-    return other
+    return body.prompt_token_ids if data is None else data
 
 
 def plan_chat(body: dict[str, Any], request_id: str) -> Plan:
-    body = without_nulls_in_messages(without_unserved(body, ChatBody))
-    refuse_in_messages(body)
+    body = without_unserved(body, ChatBody)
     check_choice(body.get("tool_choice"))
-    parsed = parse_body(ChatBody, body)
-    assert isinstance(parsed, ChatBody)
+    parsed = parse_chat(ChatBody, body)
     messages, rendering = parsed.plain_messages(), parsed.rendering()
     if parsed.tool_choice == "none":
         rendering = rendering.model_copy(update={"tools": None})
-    if (ids := _token_data(parsed)) is None:  # otherwise the messages are placeholders
-        ids = _only_one(parsed.prompt_token_ids, None, "messages") if messages else parsed.prompt_token_ids
-        if ids is None and not messages:
-            raise InvalidRequest(
-                "there are no messages", field="messages", fix="send messages, or prompt_token_ids"
-            )
-    if ids is not None:
+    if (ids := _prompt_ids(parsed, "messages" if messages else None)) is not None:
         prompts = Prompts.of(ids, "prompt_token_ids")
-    else:
+    elif messages:
         prompts = Prompts([{"messages": messages, "rendering": rendering}], "messages", False)
+    else:
+        raise InvalidRequest("there are no messages", field="messages", fix="send messages, or prompt_token_ids")
     stated = {parsed.max_tokens, parsed.max_completion_tokens} - {None}
     if len(stated) > 1:
         raise InvalidRequest(
@@ -275,13 +250,10 @@ def _plan(
     max_tokens: int | None,
     logprobs: bool,
     top: int,
-    echo: Echo | None = None,
 ) -> Plan:
     """`max_tokens`: the caller's."""
     stream = bool(body.stream)
-    if body.stream_options is not None and not stream:
-        raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
-    refuse_streamed(stream, body.prompt_logprobs, "prompt_logprobs")
+    check_stream(stream, body.stream_options, body.prompt_logprobs, "prompt_logprobs")
     nvext, chat = body.nvext or NvExt(), isinstance(body, ChatBody)
     asked = [
         tells_tokens(body.extra_fields, "extra_fields"),
@@ -289,9 +261,10 @@ def _plan(
     ]
     tokens_out = any(asked) or bool(body.return_token_ids or nvext.return_token_ids)
     default = DEFAULT_CHAT_TOKENS if chat else DEFAULT_MAX_TOKENS
-    scored = body.prompt_logprobs
-    if scored is None and echo is not None:
-        scored = echo.logprobs
+    # vLLM's echo: the caller's `logprobs` count for the prompt too, and a caller who reads ids gets no text of it.
+    echo = isinstance(body, CompletionBody) and bool(body.echo)
+    echoed = body.logprobs if isinstance(body, CompletionBody) and echo else None
+    scored = echoed if body.prompt_logprobs is None else body.prompt_logprobs
     by_ids = bool(body.return_tokens_as_token_ids)
     form, form_field = only_form(body.each_form())
     own = {
@@ -306,7 +279,7 @@ def _plan(
         "prompt_logprobs": scored is not None or bool(body.return_prompt_logprobs or nvext.return_prompt_logprobs),
         "prompt_top_logprobs": scored or 0,
         "prompt_token_texts": scored is not None and not by_ids,
-        "prompt_text": echo is not None and echo.has_text,
+        "prompt_text": echo and not (body.return_token_ids or nvext.return_token_ids),
         "routed_experts": bool(body.return_routed_experts or nvext.return_routed_experts),
     }
     return Plan(
@@ -326,17 +299,19 @@ def _plan(
         | ({} if logprobs or not tokens_out else {"logprobs": "return_token_ids"}),
         batch=len(prompts.each) if prompts.batch else None,
         scores_only=max_tokens == 0,
-        echo=echo is not None,
-        echoed_tops=(echo.logprobs or 0) if echo is not None else 0,
+        echo=echo,
+        echoed_tops=echoed or 0,
         forced=body.forced if isinstance(body, ChatBody) else None,
         auto_tools=body.auto_tools if isinstance(body, ChatBody) else None,
         any_length=max_tokens is None,
     )
 
 
-def refuse_streamed(stream: bool, prompt_logprobs: int | None, field: str) -> None:
-    """Raises InvalidRequest for a stream whose first event would have the likeliest tokens of a whole prompt, as vLLM
-    does. `field`: the caller's name for it."""
+def check_stream(stream: bool, options: StreamOptions | None, prompt_logprobs: int | None, field: str) -> None:
+    """Raises InvalidRequest for options of a stream that is none, and for a stream whose first event would have the
+    likeliest tokens of a whole prompt, as vLLM does. `field`: the caller's name for `prompt_logprobs`."""
+    if options is not None and not stream:
+        raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
     if stream and (prompt_logprobs or 0) > 1:
         raise InvalidRequest(
             f"{field} is {prompt_logprobs} in a stream", field=field, fix="send at most 1, or leave stream out"
@@ -344,7 +319,7 @@ def refuse_streamed(stream: bool, prompt_logprobs: int | None, field: str) -> No
 
 
 def requests_of(
-    body: SamplingBody,
+    body: SamplingFields,
     own: dict[str, Any],
     prompts: list[dict[str, Any]],
     *,
@@ -365,33 +340,17 @@ def requests_of(
             field=n_field,
             fix=f"ask for at most {MAX_CHOICES} choices at once",
         )
-    if body.seed is not None and body.seed + n > MAX_SEED:
-        raise InvalidRequest("seed + n is over 63 bits", field=seed_field, fix="send a smaller seed")
     first = parse_body(
         GenerateRequest,
         {
             **own,
             **prompts[0],
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            **body.model_dump(include=SAMPLED, exclude_none=True),
             "top_k": max(0, body.top_k or 0),
-            "min_p": body.min_p or 0.0,
-            "frequency_penalty": body.frequency_penalty or 0.0,
-            "presence_penalty": body.presence_penalty or 0.0,
-            "repetition_penalty": body.repetition_penalty or 1.0,
-            "seed": body.seed,
-            "stop_token_ids": body.stop_token_ids or [],
-            "stop": body.stop or [],
-            "include_stop_str_in_output": bool(body.include_stop_str_in_output),
-            "ignore_eos": bool(body.ignore_eos),
-            "min_tokens": body.min_tokens or 0,
-            "logit_bias": body.logit_bias or {},
-            "allowed_token_ids": body.allowed_token_ids,
-            "bad_words_token_ids": body.bad_words_token_ids or [],
-            "skip_special_tokens": body.skip_special_tokens is not False,
         },
     )
-    assert isinstance(first, GenerateRequest)
+    if first.seed is not None and first.seed + n > MAX_SEED:
+        raise InvalidRequest("seed + n is over 63 bits", field=seed_field, fix="send a smaller seed")
     if n == len(prompts) == 1:
         return (first,)
 

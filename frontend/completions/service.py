@@ -68,16 +68,11 @@ class Generation:
         """The models of these members and this record."""
         self._last_names: set[str] = set()
         """The names of the model of the worker that has joined last."""
-        self._stop_listening: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        self._stop_listening = self._view.listen(self._on_member)
+        self._view.listen(self._on_member)
         for member in self._view.snapshot():
             self._last_names = names_of(member)
-
-    def stop(self) -> None:
-        self._stop_listening()
-        self._stop_listening = lambda: None
 
     def _on_member(self, change: Changed) -> None:
         if change.after is not None:

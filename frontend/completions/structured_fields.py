@@ -121,6 +121,14 @@ class StructuredOutputs(BaseModel):
             yield f"{field}.structural_tag", "structural_tag", self.structural_tag
 
 
+_SGLANG_KINDS: dict[str, FormKind] = {
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
+}
+
+
 class SglangForms(BaseModel):
     """SGLang's names. An empty text means none, as in SGLang."""
 
@@ -136,14 +144,9 @@ class SglangForms(BaseModel):
 
     def forms(self, prefix: str = "") -> Iterator[Found]:
         """`prefix`: the caller's names of the objects around these fields, each with a dot."""
-        if self.json_schema:
-            yield f"{prefix}json_schema", "json_schema", self.json_schema
-        if self.regex:
-            yield f"{prefix}regex", "regex", self.regex
-        if self.ebnf:
-            yield f"{prefix}ebnf", "grammar", self.ebnf
-        if self.structural_tag:
-            yield f"{prefix}structural_tag", "structural_tag", self.structural_tag
+        for name, kind in _SGLANG_KINDS.items():
+            if text := getattr(self, name):
+                yield prefix + name, kind, text
 
 
 def in_structured_outputs(form: StructuredOutput) -> dict[str, str]:

@@ -9,16 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontend.completions.any_worker import ask_any
-from frontend.completions.messages import (
-    STRICT,
-    ChatMessage,
-    TemplateBody,
-    refuse_in_messages,
-    without_nulls_in_messages,
-)
+from frontend.completions.messages import STRICT, ChatMessage, TemplateBody, parse_chat
 from frontend.completions.unserved_fields import without_unserved
 from frontend.components.component_chooser import ChooseComponent
-from frontend.components.served_component import ServedComponent
 from frontend.server.bodies import read_json
 from frontend.server.replies import json_response
 from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, TokenId
@@ -47,10 +40,7 @@ class DetokenizeBody(BaseModel):
 
 def parse_tokenize(body: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """The model, and the body of the workers' op."""
-    body = without_nulls_in_messages(without_unserved(body, TokenizeBody))
-    refuse_in_messages(body)
-    parsed = parse_body(TokenizeBody, body)
-    assert isinstance(parsed, TokenizeBody)
+    parsed = parse_chat(TokenizeBody, without_unserved(body, TokenizeBody))
     op = {
         "prompt": parsed.prompt,
         "messages": parsed.plain_messages() if parsed.messages is not None else None,
@@ -74,7 +64,7 @@ class Tokens:
 
     async def tokenize(self, request: Request) -> Response:
         model, op = parse_tokenize(await read_json(request))
-        reply = await _ask(await self._served(model), "tokenize", op)
+        reply = await self._ask(model, "tokenize", op)
         tokens = reply["tokens"]
         return json_response(
             {
@@ -87,17 +77,11 @@ class Tokens:
 
     async def detokenize(self, request: Request) -> Response:
         parsed = parse_body(DetokenizeBody, await read_json(request))
-        assert isinstance(parsed, DetokenizeBody)
-        served = await self._served(parsed.model)
-        return json_response({"prompt": (await _ask(served, "detokenize", {"tokens": parsed.tokens}))["prompt"]})
+        reply = await self._ask(parsed.model, "detokenize", {"tokens": parsed.tokens})
+        return json_response({"prompt": reply["prompt"]})
 
-    async def _served(self, model: str | None) -> ServedComponent:
-        """The component that serves the model. Raises NotFound or NoWorkers."""
+    async def _ask(self, model: str | None, op: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Asks a worker that serves the model. Raises NotFound or NoWorkers."""
         component = await self._choose(model)
         await component.generation.check_model(model)
-        return component
-
-
-async def _ask(component: ServedComponent, op: str, body: dict[str, Any]) -> dict[str, Any]:
-    component.generation.check_served()
-    return await ask_any(component.client, component.status, component.view.snapshot().members, op, body)
+        return await ask_any(component.client, component.status, component.view.snapshot().members, op, body)

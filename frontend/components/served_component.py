@@ -89,12 +89,11 @@ class ServedComponent:
 
     async def start(self) -> None:
         """Starts the parts. After an error, `stop` stops those that have started."""
-        # The stack stops them in reverse: first the parts that take new work.
+        # The stack stops them in reverse: first the parts that take new work. The view stops later, and its listeners
+        # with it.
         stack = self._running
         self.committed.start()
-        stack.callback(self.committed.stop)
         self.departures.start()
-        stack.callback(self.departures.stop)
         await self.client.bus.subscribe(self.view.subjects.exited("*"), self.departures.on_exit)
         await self.starting.start()
         stack.callback(self.starting.stop)
@@ -105,9 +104,7 @@ class ServedComponent:
         await self.status.start()
         stack.push_async_callback(self.status.stop)
         self.engines.start()
-        stack.callback(self.engines.stop)
         self.generation.start()
-        stack.callback(self.generation.stop)
         if self.delivers_tokens:
             await self.lease.start()
             stack.push_async_callback(self.lease.stop)

@@ -29,24 +29,21 @@ class PooledCall(GenerationCall):
         """Index → what is asked for in place of the plan's request."""
 
     async def _events(self) -> AsyncGenerator[tuple[int, Arrival], None]:
-        async with aclosing(super()._events()) as events:
-            async for index, event in events:
-                yield index, event
-        for turn in range(1, MAX_ROUNDS + 1):
+        events = super()._events()
+        for turn in range(1, MAX_ROUNDS + 2):
+            async with aclosing(events) as arrivals:
+                async for index, event in arrivals:
+                    yield index, event
             self._check_whole()
             older = self._older(turn)
             if not older:
                 return
-            async with aclosing(self._merged_events(older)) as events:
-                async for index, event in events:
-                    yield index, event
-        self._check_whole()
-        if self._older(0):
-            raise Unavailable(
-                f"the weights changed {MAX_ROUNDS} times in this call",
-                fix="send it again, with fewer inputs",
-                retry_after_s=1.0,
-            )
+            events = self._merged_events(older)  # runs nothing yet
+        raise Unavailable(
+            f"the weights changed {MAX_ROUNDS} times in this call",
+            fix="send it again, with fewer inputs",
+            retry_after_s=1.0,
+        )
 
     def _request_of(self, index: int) -> tuple[GenerateRequest, Demands]:
         return self._again.get(index) or super()._request_of(index)

@@ -7,10 +7,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from frontend.completions.messages import STRICT, TemplateBody
+from frontend.completions.native_bodies import MAX_ID_CHARS
+from frontend.completions.reply_models import Usage
 from frontend.routing.demands import DemandFields
 from rl_plane.protocol.pooling import MAX_DIMENSION
-
-MAX_REQUEST_ID_CHARS = 100
 
 
 class PoolingExt(DemandFields):
@@ -30,7 +30,7 @@ class PoolingBody(DemandFields):
     model: str | None = None
     """The model. None: the one that the fleet serves."""
     user: str | None = None
-    request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID_CHARS)
+    request_id: str | None = Field(None, min_length=1, max_length=MAX_ID_CHARS)
     """Checked, and not used: the header X-Request-Id names a request."""
     nvext: PoolingExt | None = None
 
@@ -107,12 +107,6 @@ class ScoreBody(PoolingBody):
         return "a boolean" if isinstance(value, bool) else value
 
 
-class PooledUsage(BaseModel):
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int
-
-
 class PooledReply(BaseModel):
     """The fields that the replies in OpenAI's and vLLM's form share."""
 
@@ -122,6 +116,6 @@ class PooledReply(BaseModel):
     model: str
     data: list[dict[str, Any]]
     """One row for each input, or for each pair."""
-    usage: PooledUsage
+    usage: Usage
     nvext: dict[str, Any]
     """`weight_version` names the one version that computed every row."""

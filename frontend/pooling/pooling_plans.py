@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from frontend.completions.messages import refuse_in_messages, without_nulls_in_messages
+from frontend.completions.messages import parse_chat
 from frontend.completions.openai_bodies import MAX_CHOICES
 from frontend.completions.plans import Plan, read_prompts
 from frontend.completions.served_models import ServedModels
@@ -27,8 +27,6 @@ from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.pooling import MAX_PAIR_CHARS, Pooling, PoolingTask
 from rl_plane.protocol.validation import parse_body
 
-B = TypeVar("B", bound=PoolingBody)
-
 
 @dataclass(frozen=True, slots=True)
 class PooledPlan:
@@ -40,7 +38,7 @@ class PooledPlan:
 
 def plan_embeddings(body: dict[str, Any], request_id: str, models: ServedModels) -> PooledPlan:
     """A classifier answers with its logits, as SGLang does: verl reads the reward there."""
-    parsed = _parsed(body, EmbeddingsBody)
+    parsed = parse_chat(EmbeddingsBody, without_unserved(body, EmbeddingsBody))
     is_raw = models.pools == "classify"
     pooling = Pooling(
         task=models.pools or "embed",
@@ -55,7 +53,7 @@ def plan_classify(body: dict[str, Any], request_id: str, models: ServedModels) -
     """vLLM's form, or SGLang's: that has `text` or `input_ids`."""
     if _is_sglang(body):
         return _plan_sglang(body, request_id, "classify")
-    parsed = _parsed(body, ClassifyBody)
+    parsed = parse_chat(ClassifyBody, without_unserved(body, ClassifyBody))
     given = parsed.use_activation if parsed.use_activation is not None else parsed.activation
     pooling = Pooling(task="classify", activation=given is not False)
     made = _plan(parsed, request_id, *_inputs(parsed), [pooling], "input")
@@ -68,7 +66,7 @@ def plan_encode(body: dict[str, Any], request_id: str, models: ServedModels) -> 
 
 def _plan_sglang(body: dict[str, Any], request_id: str, task: PoolingTask) -> PooledPlan:
     """SGLang's `/classify` gives the logits."""
-    parsed = _parsed(body, SglangPoolBody)
+    parsed = parse_body(SglangPoolBody, without_unserved(body, SglangPoolBody))
     if (parsed.text is None) == (parsed.input_ids is None):
         raise InvalidRequest("send text or input_ids", field="text", fix="send exactly one of the two")
     field = "text" if parsed.input_ids is None else "input_ids"
@@ -85,7 +83,7 @@ def _plan_sglang(body: dict[str, Any], request_id: str, task: PoolingTask) -> Po
 
 def plan_score(body: dict[str, Any], request_id: str, models: ServedModels) -> PooledPlan:
     """A classifier with one label reads each pair as one input. An embedding model reads each text once."""
-    parsed = _parsed(body, ScoreBody)
+    parsed = parse_body(ScoreBody, without_unserved(body, ScoreBody))
     one, other = _sides(parsed)
     left, right = (_texts(getattr(parsed, name), name) for name in (one, other))
     if len(left) not in (1, len(right)):
@@ -119,13 +117,6 @@ def plan_score(body: dict[str, Any], request_id: str, models: ServedModels) -> P
 
 def _is_sglang(body: dict[str, Any]) -> bool:
     return "input" not in body and "messages" not in body and ("text" in body or "input_ids" in body)
-
-
-def _parsed(body: dict[str, Any], model: type[B]) -> B:
-    refuse_in_messages(body)
-    found = parse_body(model, without_nulls_in_messages(without_unserved(body, model)))
-    assert isinstance(found, model)
-    return found
 
 
 def _inputs(body: InputBody) -> tuple[list[dict[str, Any]], bool]:
@@ -203,14 +194,10 @@ def _plan(
         for index, (one, pooling) in enumerate(zip(inputs, each, strict=True))
     ]
     return Plan(
-        chat=False,
         id=request_id,
         model=body.model,
-        requests=tuple(one for one in requests if isinstance(one, GenerateRequest)),
+        requests=tuple(requests),
         instance_id=body.nvext.instance_id if body.nvext is not None else None,
-        stream=False,
-        include_usage=False,
-        return_token_ids=False,
         demands=demands,
         fields=dict.fromkeys(("prompt", "prompt_token_ids"), field),
         batch=count if is_list else None,

@@ -8,9 +8,10 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from frontend.completions.native_replies import one_or_list, sglang_meta
 from frontend.completions.openai_replies import extension_of, usage
 from frontend.completions.plans import Plan
-from frontend.completions.reply_choice import Choice, spans_of
+from frontend.completions.reply_choice import Choice
 from rl_plane.protocol.pooling import unpacked
 
 Write = Callable[[Plan, list[Choice], str, int], Any]
@@ -20,6 +21,25 @@ Write = Callable[[Plan, list[Choice], str, int], Any]
 def vector_of(choice: Choice) -> list[float]:
     assert choice.pooled is not None, "the call checks that each choice has one"
     return unpacked(choice.pooled)
+
+
+def _listed(rows: Callable[[list[Choice]], Iterable[dict[str, Any]]]) -> Write:
+    def write(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any]:
+        return {
+            "id": plan.id,
+            "object": "list",
+            "created": created,
+            "model": model,
+            "data": list(rows(choices)),
+            "usage": usage(plan, choices),
+            "nvext": extension_of(plan, choices),
+        }
+
+    return write
+
+
+def _score(index: int, score: float) -> dict[str, Any]:
+    return {"index": index, "object": "score", "score": score}
 
 
 def embeddings(in_base64: bool) -> Write:
@@ -45,10 +65,8 @@ def classes(labels: Sequence[str]) -> Write:
     return _listed(lambda choices: map(row, choices))
 
 
-def scores(plan: Plan, choices: list[Choice], model: str, created: int) -> Any:
-    """vLLM's form, by a classifier of pairs."""
-    rows = (_score(choice.index, vector_of(choice)[0]) for choice in choices)
-    return _listed(lambda _: rows)(plan, choices, model, created)
+scores = _listed(lambda choices: (_score(choice.index, vector_of(choice)[0]) for choice in choices))
+"""vLLM's form, by a classifier of pairs."""
 
 
 def cosines(left: int, right: int) -> Write:
@@ -64,39 +82,15 @@ def cosines(left: int, right: int) -> Write:
 
 
 def sglang(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any] | list[Any]:
-    """SGLang's form: one row, or a list if the inputs came in a list."""
-    rows = [{"embedding": vector_of(choice), "meta_info": _meta(plan, choice)} for choice in choices]
-    return rows[0] if len(rows) == 1 and plan.batch is None else rows
-
-
-def _meta(plan: Plan, choice: Choice) -> dict[str, Any]:
-    return {
-        "id": plan.id if len(plan.requests) == 1 else f"{plan.id}-{choice.index}",
-        "finish_reason": {"type": "length", "length": 0},
-        "prompt_tokens": len(choice.prompt_token_ids or ()),
-        "weight_version": choice.spans[-1].version,
-        "weight_versions": spans_of(choice.spans),
-        **choice.provenance(),
-    }
-
-
-def _listed(rows: Callable[[list[Choice]], Iterable[dict[str, Any]]]) -> Write:
-    def write(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any]:
-        return {
-            "id": plan.id,
-            "object": "list",
-            "created": created,
-            "model": model,
-            "data": list(rows(choices)),
-            "usage": usage(plan, choices),
-            "nvext": extension_of(plan, choices),
-        }
-
-    return write
-
-
-def _score(index: int, score: float) -> dict[str, Any]:
-    return {"index": index, "object": "score", "score": score}
+    """SGLang's form."""
+    reason = {"type": "length", "length": 0}
+    return one_or_list(
+        plan,
+        [
+            {"embedding": vector_of(choice), "meta_info": sglang_meta(plan, choice, choice.spans, reason)}
+            for choice in choices
+        ],
+    )
 
 
 def _cosine(one: list[float], other: list[float]) -> float:

@@ -11,14 +11,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend.completions.completion_routes import CALLER_ID, TAG, session_of
-from frontend.completions.openai_replies import openai_error
+from frontend.completions.completion_routes import CALLER_ID, add_generation, session_of
 from frontend.completions.served_models import ServedModels
 from frontend.components.component_chooser import ChooseComponent
 from frontend.pooling.pooled_call import PooledCall
 from frontend.pooling.pooling_bodies import ClassifyBody, EmbeddingsBody, PooledReply, ScoreBody, SglangPoolBody
 from frontend.pooling.pooling_plans import PooledPlan, plan_classify, plan_embeddings, plan_encode, plan_score
-from frontend.server.api import Api, Endpoint, Operation
+from frontend.server.api import Api, Endpoint
 from frontend.server.bodies import read_json
 from frontend.server.event_stream import unless_gone
 from frontend.server.replies import json_response
@@ -43,20 +42,8 @@ ROUTES: tuple[tuple[str, tuple[type[BaseModel], ...], PlanMaker, str, str, bool]
 
 def add_pooling_routes(api: Api, choose: ChooseComponent) -> None:
     for path, bodies, make_plan, prefix, summary, is_listed in ROUTES:
-        api.add(
-            Operation(
-                method="POST",
-                path=path,
-                endpoint=_endpoint(choose, make_plan, prefix),
-                name=path.strip("/").replace("/", "_"),
-                summary=summary,
-                tags=(TAG,),
-                bodies=bodies,
-                replies=(PooledReply,) if is_listed else (),
-                shape=openai_error,
-                roles=("generate",),
-            )
-        )
+        endpoint, reply = _endpoint(choose, make_plan, prefix), PooledReply if is_listed else None
+        add_generation(api, "POST", path, endpoint, summary, reply, bodies=bodies)
 
 
 def _endpoint(choose: ChooseComponent, make_plan: PlanMaker, prefix: str) -> Endpoint:

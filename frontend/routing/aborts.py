@@ -29,13 +29,9 @@ class Ending:
     async def unless_aborted(self, wait: Coroutine[Any, Any, T]) -> T | None:
         """The result of `wait`, with nothing awaited after it. None if the choices are aborted, before or meanwhile.
         Raises the error of `give_up` once that was called."""
-        try:
-            over = self._over()
-        except PlaneError:
+        if self.aborted or self._error is not None:
             wait.close()
-            raise
-        if over:
-            wait.close()
+            self._over()  # raises the error
             return None
         self._wait = asyncio.timeout(None)  # an abort ends this bound
         try:

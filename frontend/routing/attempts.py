@@ -203,16 +203,14 @@ def _deltas(batch: list[dict[str, Any]], request: GenerateRequest) -> Iterator[G
     failure: EngineFailed | None = None
     for message in batch:
         try:
-            deltas.append(GenerateDelta.model_validate(message.get("delta")))
+            delta = GenerateDelta.model_validate(message.get("delta"))
         except ValidationError as error:
             failure = unreadable(f"{error.error_count()} fields of a delta do not fit")
             break
-        if (failure := _wrong_vector(deltas[-1], request)) is not None:
-            deltas.pop()
+        failure = _wrong_vector(delta, request) or (_wrong_logprobs(delta) if request.logprobs else None)
+        if failure is not None:
             break
-        if request.logprobs and (failure := _wrong_logprobs(deltas[-1])) is not None:
-            deltas.pop()
-            break
+        deltas.append(delta)
     yield from joined(deltas) if deltas and not request.top_logprobs else deltas
     if failure is not None:
         raise failure

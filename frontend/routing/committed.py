@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl_plane.commit.history import read_history
@@ -158,7 +158,6 @@ class Committed:
         self._reading_labels: asyncio.Task[None] | None = None
         self._view = view
         self._reading: asyncio.Task[None] | None = None
-        self._stop_listening: Callable[[], None] = lambda: None
 
     @property
     def record(self) -> DecisionRecord | None:
@@ -173,11 +172,7 @@ class Committed:
     def start(self) -> None:
         if self.record is not None:
             self._on_record(self.record)
-        self._stop_listening = self._view.listen_record(self._on_record)
-
-    def stop(self) -> None:
-        self._stop_listening()
-        self._stop_listening = lambda: None
+        self._view.listen_record(self._on_record)
 
     def _on_record(self, record: DecisionRecord) -> None:
         self.history.add(record, asyncio.get_running_loop().time())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
 
 from nats.aio.msg import Msg
 
@@ -19,8 +18,6 @@ from rl_plane.protocol.process_notices import ExitNotice
 
 log = logging.getLogger("frontend.routing.departures")
 
-REASONS = ("ended", "engine", "connection", "silent", "replaced")
-"""The reasons that docs/metrics.md explains."""
 NO_MEMBER = "start"
 """The reason of a process that has ended before it was a member. It is listed, and not counted."""
 KEPT = 100
@@ -36,13 +33,14 @@ WHY = {
     "replaced": "a new process has taken its instance id",
     NO_MEMBER: "its process has ended before it joined",
 }
+"""The reasons, as docs/metrics.md explains them."""
 
 
 class Departures:
     """The workers that have left since the start."""
 
     def __init__(self, view: MembershipView, status: FleetStatus) -> None:
-        self.counts = dict.fromkeys(REASONS, 0)
+        self.counts = {reason: 0 for reason in WHY if reason != NO_MEMBER}
         self._view = view
         self._status = status
         self._left: deque[tuple[Member, float, str, str]] = deque(maxlen=KEPT)
@@ -52,15 +50,10 @@ class Departures:
         self._exits: OrderedDict[tuple[str, int], int] = OrderedDict()
         """(instance_id, pid) → the exit code of this process. Its notice may come before the member has left."""
         self._malformed = LimitedLog(log)
-        self._stop_view: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        self._stop_view = self._view.listen(self._on_change)
+        self._view.listen(self._on_change)
         self._status.on_status.append(self._on_status)
-
-    def stop(self) -> None:
-        self._stop_view()
-        self._stop_view = lambda: None
 
     def _on_status(self, instance_id: str, status: WorkerStatus) -> None:
         self._closed_by[instance_id] = {reason.partition(":")[0]: reason for reason in status.reasons}

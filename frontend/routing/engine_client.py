@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.aborts import Aborts
-from frontend.routing.attempt_span import begin_attempt, end_attempt, note_accepted
 from frontend.routing.attempts import Accepted, Attempts
 from frontend.routing.committed import Committed
 from frontend.routing.demands import NO_DEMANDS, Demands, Unmet, at_delivery, point_of, point_of_span
@@ -39,7 +38,6 @@ from rl_plane.errors import DemandUnmet, PlaneError
 from rl_plane.membership.core import Changed, Member
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, names_of
-from rl_plane.protocol.record import DecisionRecord
 
 Event = Accepted | GenerateDelta | StaleStop
 
@@ -68,19 +66,12 @@ class EngineClient:
         self._committed = committed
         self._attempts = Attempts(receiver, view, status, committed, self.router, limits)
         self._selector = WorkerSelector(self.router, view, status, committed, lease, admission_wait_s, limits)
-        self._stop_listening: list[Callable[[], None]] = []
         status.on_status.append(self._on_load)
 
     def start(self) -> None:
-        self._stop_listening = [
-            self._view.listen(self._on_member_change),
-            self._view.listen_record(self._on_record_change),
-        ]
-
-    def stop(self) -> None:
-        for stop in self._stop_listening:
-            stop()
-        self._stop_listening = []
+        self._view.listen(self._on_member_change)
+        # The version that a request demands may be committed now.
+        self._view.listen_record(lambda record: self._status.wake())
 
     def give_up(self, error: Callable[[], PlaneError]) -> None:
         """Ends all choices under way, and tries none of them elsewhere. `error` makes the error of each choice."""
@@ -100,9 +91,6 @@ class EngineClient:
             self._selector.on_leave(before)
             self.router.on_leave(before.instance_id)
         self._attempts.on_lost(before.instance_id)
-
-    def _on_record_change(self, record: DecisionRecord) -> None:
-        self._status.wake()  # the version that a request demands may be committed now
 
     async def generate(
         self,
@@ -150,14 +138,16 @@ class EngineClient:
                 stream_id = f"{request.id}.{attempt}" if attempt else request.id
                 unmet: Unmet | None = None
                 failure: PlaneError | None = None
-                has_token, trying = False, begin_attempt(span, stream_id, attempt, member)
+                has_token = False
+                trying = span.child("attempt", request_id=stream_id, attempt=attempt, worker=member.instance_id)
                 try:
                     rest = progress.rest(tried.most)
                     tries_of = self._attempts.run(rest, stream_id, member, affinity, trying)
                     async with aclosing(tries_of) as events:
                         async for event in events:
                             if isinstance(event, Accepted):
-                                note_accepted(trying, event)
+                                trying.event("accepted")
+                                trying.set(label=event.version.label, sequence=event.version.sequence)
                                 yield replace(event, at=len(progress.token_ids))
                                 continue
                             delta = progress.shifted(event)
@@ -173,7 +163,7 @@ class EngineClient:
                 except PlaneError as error:
                     failure = error
                 finally:
-                    end_attempt(trying, progress, failure, unmet)
+                    _end_attempt(trying, progress, failure, unmet)
                 if failure is None and unmet is None:
                     self._on_computed(member, progress)
                     return
@@ -249,3 +239,17 @@ class EngineClient:
             known = beginnings([*prompt, *progress.token_ids], (request.adapter, request.cache_salt))
             if known is not None:
                 self.router.on_computed(member.instance_id, known)
+
+
+def _end_attempt(
+    span: Span, progress: GenerationProgress, failure: PlaneError | None, unmet: Unmet | None
+) -> None:
+    """Ends the span of a try with its tokens. `unmet`: the demand that they did not meet."""
+    made = progress.spans[-1] if progress.spans else None
+    span.set(
+        tokens=progress.fresh,
+        label=made.version if made is not None else None,
+        sequence=made.sequence if made is not None else None,
+        unmet=unmet.demand if unmet is not None else None,
+    )
+    span.end(failure)

@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -60,8 +60,8 @@ class WorkerStatus:
     incarnation: str
     reasons: tuple[str, ...]
     """Why the worker is closed. Empty: it is open."""
-    load: Load
-    heard_at: float
+    load: Load = field(compare=False)
+    heard_at: float = field(compare=False)
     """Monotonic seconds."""
     version: Mapping[str, Any] | None = None
     """The committed version of the base that the worker holds."""
@@ -70,14 +70,11 @@ class WorkerStatus:
     """The sequence of the committed state that the worker holds. None: it does not hold one completely."""
     adapters: Mapping[str, Any] = field(default_factory=dict)
     """Adapter → the version that the worker holds."""
-    work: WorkerWork = NO_WORK
+    work: WorkerWork = field(default=NO_WORK, compare=False)
 
     @property
     def open(self) -> bool:
         return not self.reasons
-
-    def but_load(self) -> WorkerStatus:
-        return replace(self, load=Load(), heard_at=0.0, work=NO_WORK)
 
     def serves(self, adapter: str | None) -> Point | None:
         """The version that makes the tokens of a request for this adapter. None: it is unknown."""
@@ -135,22 +132,19 @@ class FleetStatus:
         self._changed = asyncio.Event()
         self._ask_now = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
-        self._stop_listening: Callable[[], None] | None = None
         self.on_status: list[Callable[[str, WorkerStatus], None]] = []
         """Called with each status of a member, changed or not."""
 
     async def start(self) -> None:
         await self._client.bus.subscribe(self._view.subjects.status("*"), self._on_message)
         await self._client.bus.flush()
-        self._stop_listening = self._view.listen(self._on_member_change)
+        self._view.listen(self._on_member_change)
         self._client.bus.on_reconnect(self._on_reconnect)
         with contextlib.suppress(PlaneError):
             await self._ask({member.instance_id for member in self._view.snapshot()})
         self._asking = asyncio.create_task(self._ask_repeatedly())
 
     async def stop(self) -> None:
-        if self._stop_listening is not None:
-            self._stop_listening()
         if self._asking is not None:
             await end_tasks([self._asking])
 
@@ -159,7 +153,7 @@ class FleetStatus:
         now = time.monotonic()
         self._refused_until = {key: until for key, until in self._refused_until.items() if until > now}
         found = {}
-        for member in self._view.snapshot():
+        for member in self._view.snapshot():  # not by _of_members: each request asks
             status = self._known.get(member.instance_id)
             if (
                 status is not None
@@ -174,9 +168,8 @@ class FleetStatus:
     def why_closed(self, adapter: str | None = None) -> dict[str, str]:
         """instance id → reasons of the members that are not open, or have not said that they hold the adapter."""
         found = {}
-        for member in self._view.snapshot():
-            status = self._known.get(member.instance_id)
-            if status is None or status.incarnation != member.incarnation:
+        for member, status in self._of_members():
+            if status is None:
                 found[member.instance_id] = "it has not answered"
             elif not status.open:
                 found[member.instance_id] = ", ".join(status.reasons)
@@ -187,19 +180,17 @@ class FleetStatus:
     def closed_by_reason(self) -> dict[str, int]:
         """Reason → the number of members that it closes. A member with several reasons counts for each."""
         found = dict.fromkeys(CLOSED_REASONS, 0)
-        for member in self._view.snapshot():
-            status = self._known.get(member.instance_id)
-            if status is not None and status.incarnation == member.incarnation:
-                for reason in {reason.partition(":")[0] for reason in status.reasons} & found.keys():
-                    found[reason] += 1
+        for _, status in self._of_members():
+            reasons = status.reasons if status is not None else ()
+            for reason in {reason.partition(":")[0] for reason in reasons} & found.keys():
+                found[reason] += 1
         return found
 
     def by_state(self) -> dict[str, int]:
         """The number of members in each of `STATES`."""
         found = dict.fromkeys(STATES, 0)
-        for member in self._view.snapshot():
-            status = self._known.get(member.instance_id)
-            if status is None or status.incarnation != member.incarnation:
+        for _, status in self._of_members():
+            if status is None:
                 found["unknown"] += 1
             elif not status.open:
                 found["closed"] += 1
@@ -209,27 +200,27 @@ class FleetStatus:
 
     def version_lag(self, committed: int) -> int:
         """The number of versions by which the last of the members is behind the committed one."""
-        held = [status.sequence for status in self._of_members() if status.sequence is not None]
+        held = [one.sequence for _, one in self._of_members() if one is not None and one.sequence is not None]
         return max(0, committed - min(held, default=committed))
 
     def engine_requests(self) -> dict[str, int]:
         """The requests that all engines run, and those that wait in them."""
-        loads = [status.load for status in self._of_members()]
+        loads = [status.load for _, status in self._of_members() if status is not None]
         return {"running": sum(one.running for one in loads), "waiting": sum(one.waiting for one in loads)}
 
     def engine_facts(self) -> list[EngineFacts]:
         """The engines of all members that have answered, by their instance ids."""
         return [
             EngineFacts.of(member, status.load, status.work)
-            for member in sorted(self._view.snapshot(), key=lambda member: member.instance_id)
-            if member.pipeline_stage is None
-            and (status := self._known.get(member.instance_id)) is not None
-            and status.incarnation == member.incarnation
+            for member, status in sorted(self._of_members(), key=lambda found: found[0].instance_id)
+            if member.pipeline_stage is None and status is not None
         ]
 
-    def _of_members(self) -> list[WorkerStatus]:
-        known = ((member, self._known.get(member.instance_id)) for member in self._view.snapshot())
-        return [one for member, one in known if one is not None and one.incarnation == member.incarnation]
+    def _of_members(self) -> Iterator[tuple[Member, WorkerStatus | None]]:
+        """Each member with its status. None: it has not answered."""
+        for member in self._view.snapshot():
+            status = self._known.get(member.instance_id)
+            yield member, status if status is None or status.incarnation == member.incarnation else None
 
     def may_make(self, member: Member, span: VersionSpan) -> bool:
         """Whether the worker may still make tokens by these weights. False once it has said that it holds others."""
@@ -277,7 +268,7 @@ class FleetStatus:
         for listener in self.on_status:
             listener(instance_id, status)
         # A changed load wakes nothing: it changes all the time.
-        if refused is not None or before is None or before.but_load() != status.but_load():
+        if refused is not None or before is None or before != status:
             self.wake()
 
     def _on_member_change(self, change: Changed) -> None:
@@ -302,11 +293,8 @@ class FleetStatus:
         committed = self._view.record.sequence if self._view.record is not None else None
         return {
             member.instance_id
-            for member in self._view.snapshot()
-            if (status := self._known.get(member.instance_id)) is None
-            or not status.open
-            or status.incarnation != member.incarnation
-            or status.sequence != committed
+            for member, status in self._of_members()
+            if status is None or not status.open or status.sequence != committed
         }
 
     async def _ask_repeatedly(self) -> None:

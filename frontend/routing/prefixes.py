@@ -28,15 +28,13 @@ MAX_HOLDERS = 4
 """The number of workers that an entry names, the latest ones."""
 
 
-def _lengths() -> tuple[int, ...]:
-    found, length = [], FIRST_TOKENS
-    while length <= MAX_TOKENS:
-        found += [length, length + length // 2]
-        length *= 2
-    return tuple(length for length in found if length <= MAX_TOKENS)
-
-
-LENGTHS = _lengths()
+LENGTHS = tuple(
+    length
+    for doubled in range((MAX_TOKENS // FIRST_TOKENS).bit_length())
+    for length in (FIRST_TOKENS << doubled, FIRST_TOKENS * 3 // 2 << doubled)
+    if length <= MAX_TOKENS
+)
+"""The numbers of tokens at which a prompt is hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,9 @@ class PrefixTable:
         for at in range(len(beginnings.hashes) - 1, -1, -1):
             if LENGTHS[at] < MIN_SHARE * beginnings.size:
                 break
-            found = [key for key, life in self._holders.get(beginnings.hashes[at], ()) if self._is_warm(key, life)]
+            found = [
+                key for key, life in self._holders.get(beginnings.hashes[at], ()) if self._lives.get(key) == life
+            ]
             if found:
                 return LENGTHS[at], found
         return 0, []
@@ -117,9 +117,6 @@ class PrefixTable:
     def forget(self, instance_id: str) -> None:
         """The worker's cache is empty now."""
         self._lives.pop(instance_id, None)
-
-    def _is_warm(self, instance_id: str, life: int) -> bool:
-        return self._lives.get(instance_id) == life
 
     def __len__(self) -> int:
         return len(self._holders)

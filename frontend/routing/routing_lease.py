@@ -67,14 +67,9 @@ class FrontendLease:
                     "this frontend has not confirmed the committed version lately: does NATS answer it?",
                     retry_after_s=RETRY_AFTER_S,
                 )
-            await self._next_confirmation(left_s)
-
-    async def _next_confirmation(self, timeout_s: float) -> None:
-        """Waits for the next confirmation, or for the time-out."""
-        confirmed = self._confirmed
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await confirmed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._confirmed.wait()
 
     async def start(self) -> None:
         self._subscription = await self._bus.subscribe(
@@ -165,7 +160,6 @@ class FrontendLease:
     def _do(self, request: Request) -> FollowedReply | AbortedReply:
         if request.op == "abort_requests":
             ask = parse_body(AbortRequests, request.body)
-            assert isinstance(ask, AbortRequests)
             return AbortedReply(aborted=self.on_abort(ask.request_ids))
         if request.op != "follow_record":
             raise Unsupported(
@@ -174,7 +168,6 @@ class FrontendLease:
                 fix="send it to a worker",
             )
         body = parse_body(FollowRecord, request.body)
-        assert isinstance(body, FollowRecord)
         self._view.take_record(body.record, body.sequence)
         assert self._view.record is not None, "taken just now"
         return FollowedReply(sequence=self._view.record.sequence)

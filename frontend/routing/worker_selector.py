@@ -342,7 +342,7 @@ class WorkerSelector:
                 fix=f"name the model of workers that were started with --task {task}",
             )
         if field != TOPS:
-            return _unsupported(field, reason)
+            return Unsupported(reason, field=field, fix="leave it out, or start a worker of an engine that can")
         asked = [one for one in self._view.snapshot() if needs.pinned in (None, one.instance_id)]
         most = max((_most_tops(one) for one in asked if unable[one.instance_id][0] == TOPS), default=0)
         return InvalidRequest(
@@ -419,10 +419,6 @@ class WorkerSelector:
             fix="GET /v1/rl/workers says why each worker is closed",
             retry_after_s=1.0,
         )
-
-
-def _unsupported(field: str, reason: str) -> Unsupported:
-    return Unsupported(reason, field=field, fix="leave it out, or start a worker of an engine that can")
 
 
 def _most_tops(member: Member) -> int:

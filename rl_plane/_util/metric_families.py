@@ -42,8 +42,8 @@ def transports() -> tuple[str, ...]:
     return (*sorted(plugins(TRANSPORTS)), OTHER)
 
 
-def gauge(name: str, words: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, words, value)
+gauge, counter = GaugeMetricFamily, CounterMetricFamily
+"""Families with one value and no labels: their name, words and value."""
 
 
 def gauges(name: str, words: str, label: str, values: Mapping[str, float]) -> Metric:
@@ -59,10 +59,6 @@ def info(name: str, words: str, **labels: str) -> Metric:
     family = GaugeMetricFamily(name, words, labels=list(labels))
     family.add_metric(list(labels.values()), 1)
     return family
-
-
-def counter(name: str, words: str, value: float) -> Metric:
-    return CounterMetricFamily(name, words, value)
 
 
 def counters(

@@ -11,11 +11,14 @@ import contextlib
 import hashlib
 import logging
 import os
+import queue
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from opentelemetry import trace
@@ -28,17 +31,30 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
 from rl_plane._util import tracing
 from rl_plane._util.own_version import own_version
-from rl_plane._util.span_sender import SpanSender
 from rl_plane._util.tracing import Span, TraceContext, Value
 from rl_plane.errors import PlaneError
+
+log = logging.getLogger("rl_plane._util.otel")
 
 SEND_S = 4.0
 """The longest wait for the collector's answer to one batch, with all repetitions."""
 MAX_TEXT_CHARS = 1024
 """The characters of an attribute. The rest is cut off."""
+MAX_QUEUED_SPANS = 8192
+"""Spans that may wait for the collector: some minutes of a busy frontend, and about 20 MB."""
+BATCH_SPANS = 512
+"""Spans in one request: about half a megabyte."""
+BATCH_S = 0.5
+"""The longest wait for a batch to fill. An operator waits as long for a trace to appear."""
+CLOSE_S = 2.0
+"""The time in which the queue is sent at the end of the process. It is part of no drain."""
+
 PREFIX = "rl_plane."
 EXPORTER_LOG = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 PATH = "/v1/traces"
+
+Send = Callable[[Sequence[Any]], str | None]
+"""Sends one batch, within a bound. Returns None, or the reason why the collector has not taken it."""
 
 
 def trace_id_of(text: str) -> str:
@@ -66,15 +82,16 @@ def exported_spans(collector: str, service: str, instance: str = "", **facts: st
             **{PREFIX + name: value for name, value in facts.items()},
         }
     ).merge(OTELResourceDetector().detect())
-    sender = SpanSender(_OtlpExport(collector), collector)
+    export = _OtlpExport(collector)
+    sender = SpanSender(export.send, export.stop, collector)
     provider = TracerProvider(
         resource=resource,
         shutdown_on_exit=False,
         id_generator=_TraceIds(),
         span_limits=SpanLimits(max_attribute_length=MAX_TEXT_CHARS),
     )
-    provider.add_span_processor(_ToSender(sender))
-    tracing.switch(_SdkTracer(provider.get_tracer("rl_plane", own_version())))
+    provider.add_span_processor(sender)
+    tracing.switch(partial(_begin, provider.get_tracer("rl_plane", own_version())))
     try:
         yield
     finally:
@@ -110,16 +127,98 @@ class _OtlpExport:
         logging.getLogger(EXPORTER_LOG).removeFilter(self._overhear)
 
 
-class _ToSender(SpanProcessor):
-    """Hands each span to the sender when it ends."""
+class SpanSender(SpanProcessor):
+    """Sends ended spans from a thread of its own, from the first span on until `close`. Any thread may put spans.
 
-    def __init__(self, sender: SpanSender) -> None:
-        self._sender = sender
+    Nothing ever waits for the collector: what does not fit is dropped."""
+
+    def __init__(self, send: Send, stop: Callable[[], None], collector: str) -> None:
+        """`stop`: ends a send that is under way. `collector`: its address, for the log."""
+        self._send_batch = send
+        self._stop_send = stop
+        self._collector = collector
+        self._queue: queue.Queue[Any] = queue.Queue(MAX_QUEUED_SPANS)
+        self._closing = threading.Event()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._warned = False
+        self._lost = 0
+        """Spans that were lost since the collector took the last batch."""
 
     def on_end(self, span: ReadableSpan) -> None:
         context = span.get_span_context()
         if context is not None and context.trace_flags.sampled:
-            self._sender.put(span)
+            self.put(span)
+
+    def put(self, span: Any) -> None:
+        """Queues a span, or drops it. Returns at once."""
+        if self._closing.is_set():
+            return
+        try:
+            self._queue.put_nowait(span)
+        except queue.Full:
+            self._on_lost(1, f"more than {MAX_QUEUED_SPANS} wait")
+            return
+        if self._thread is None:
+            self._start()
+
+    def _start(self) -> None:
+        """Starts the thread, with the first span: an engine that forks while it loads has no copy of it."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Sends what is queued, for at most CLOSE_S. It blocks."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+        self._stop_send()
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while True:
+            batch = self._batch()
+            if not batch and self._closing.is_set():
+                return
+            if batch:
+                self._send(batch)
+
+    def _batch(self) -> list[Any]:
+        """The next spans. Waits BATCH_S for a batch to fill, unless the process ends."""
+        batch: list[Any] = []
+        until = time.monotonic() + BATCH_S
+        while len(batch) < BATCH_SPANS:
+            left_s = 0.0 if self._closing.is_set() else until - time.monotonic()
+            try:
+                batch.append(self._queue.get(timeout=left_s) if left_s > 0 else self._queue.get_nowait())
+            except queue.Empty:
+                break
+        return batch
+
+    def _send(self, batch: list[Any]) -> None:
+        try:
+            why = self._send_batch(batch)
+        except Exception as error:  # the thread must continue
+            why = f"{type(error).__name__}: {error}"
+        if why is not None:
+            self._on_lost(len(batch), why)
+        elif self._warned:
+            log.info("the collector %s takes trace spans again: %d were lost", self._collector, self._lost)
+            self._warned, self._lost = False, 0
+
+    def _on_lost(self, spans: int, why: str) -> None:
+        self._lost += spans
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "trace spans are lost: the collector %s does not take them: %.300s; fix: start it, or set "
+                "--otel-endpoint. The fleet goes on",
+                self._collector,
+                why,
+            )
 
 
 _trace_id: ContextVar[str] = ContextVar("trace_id", default="")
@@ -133,29 +232,26 @@ class _TraceIds(RandomIdGenerator):
         return int(named, 16) if named else super().generate_trace_id()
 
 
-class _SdkTracer:
-    """Makes spans by the SDK."""
-
-    def __init__(self, tracer: trace.Tracer) -> None:
-        self._tracer = tracer
-
-    def begin(
-        self, name: str, parent: TraceContext | None, trace_of: str, attributes: Mapping[str, Value | None]
-    ) -> Span:
-        context = Context()
-        if parent is not None:
-            remote = trace.SpanContext(
-                int(parent.trace_id, 16), int(parent.span_id, 16), True, trace.TraceFlags(int(parent.flags, 16))
-            )
-            context = trace.set_span_in_context(trace.NonRecordingSpan(remote), context)
-        token = _trace_id.set(trace_id_of(trace_of) if trace_of and parent is None else "")
-        try:
-            span = self._tracer.start_span(
-                name, context, kind=trace.SpanKind.SERVER, attributes=_named(attributes)
-            )
-        finally:
-            _trace_id.reset(token)
-        return _SdkSpan(self._tracer, span)
+def _begin(
+    tracer: trace.Tracer,
+    name: str,
+    parent: TraceContext | None,
+    trace_of: str,
+    attributes: Mapping[str, Value | None],
+) -> Span:
+    """Begins a span of the SDK. The arguments are those of `tracing.begin`."""
+    context = Context()
+    if parent is not None:
+        remote = trace.SpanContext(
+            int(parent.trace_id, 16), int(parent.span_id, 16), True, trace.TraceFlags(int(parent.flags, 16))
+        )
+        context = trace.set_span_in_context(trace.NonRecordingSpan(remote), context)
+    token = _trace_id.set(trace_id_of(trace_of) if trace_of and parent is None else "")
+    try:
+        span = tracer.start_span(name, context, kind=trace.SpanKind.SERVER, attributes=_named(attributes))
+    finally:
+        _trace_id.reset(token)
+    return _SdkSpan(tracer, span)
 
 
 class _SdkSpan(Span):

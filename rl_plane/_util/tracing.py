@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 TRACEPARENT = "traceparent"
 """The header of HTTP requests and NATS messages, as https://www.w3.org/TR/trace-context/ defines it."""
@@ -52,7 +52,7 @@ def read_traceparent(text: str | None) -> TraceContext | None:
 
 def parent_in(headers: Mapping[str, str] | None) -> TraceContext | None:
     """The caller's span in the headers of a NATS message. None: there is none, or this process makes no spans."""
-    if _tracer is None or not headers:
+    if _begin is None or not headers:
         return None
     return read_traceparent(headers.get(TRACEPARENT))
 
@@ -88,28 +88,23 @@ class Span:
 OFF = Span()
 
 
-class Tracer(Protocol):
-    """Makes spans that are recorded."""
+Begin = Callable[[str, TraceContext | None, str, Mapping[str, Value | None]], Span]
+"""Begins a span that is recorded: its name, and `parent`, `trace_of` and `attributes` of `begin`."""
 
-    def begin(
-        self, name: str, parent: TraceContext | None, trace_of: str, attributes: Mapping[str, Value | None]
-    ) -> Span: ...
-
-
-_tracer: Tracer | None = None
+_begin: Begin | None = None
 _current: ContextVar[Span] = ContextVar("span", default=OFF)
 _heard: ContextVar[TraceContext | None] = ContextVar("traceparent", default=None)
 
 
-def switch(tracer: Tracer | None) -> None:
-    """Makes `tracer` record the spans that begin from now on. None: no span is recorded."""
-    global _tracer
-    _tracer = tracer
+def switch(begin: Begin | None) -> None:
+    """Makes `begin` begin all spans from now on. None: no span is recorded."""
+    global _begin
+    _begin = begin
 
 
 def is_on() -> bool:
     """Whether this process records spans."""
-    return _tracer is not None
+    return _begin is not None
 
 
 def hear(traceparent: str | None) -> None:
@@ -128,7 +123,7 @@ def begin(name: str, parent: TraceContext | None = None, trace_of: str = "", **a
     Args:
         parent: The caller's span. None: the span begins a trace.
         trace_of: A text. All spans that begin a trace with this text begin the same trace. Empty: a random one."""
-    return OFF if _tracer is None else _tracer.begin(name, parent, trace_of, attributes)
+    return OFF if _begin is None else _begin(name, parent, trace_of, attributes)
 
 
 def current() -> Span:

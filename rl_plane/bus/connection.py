@@ -198,7 +198,8 @@ class Bus:
                     flusher_queue_size=0,  # unlimited: PINGs use it too, and must not wait behind publishers
                 )
         except (nats.errors.Error, TimeoutError, OSError) as error:
-            await bus._drop()
+            bus.nc.abort()  # nats-py leaves its socket open
+            await asyncio.sleep(0)  # a turn of the loop closes it
             if (refused := why_refused(error, _without_password(url), bus.login, credentials)) is not None:
                 raise refused from error
             raise BusUnreachable(
@@ -226,11 +227,6 @@ class Bus:
             yield str(other._server_info["server_id"]), int(other.client_id or 0)
         finally:
             await other.close()
-
-    async def _drop(self) -> None:
-        """Drops a connection that was not made. nats-py leaves its socket open."""
-        self.nc.abort()
-        await asyncio.sleep(0)  # a turn of the loop closes it
 
     async def close(self) -> None:
         if not self.nc.is_closed:
@@ -512,10 +508,6 @@ class Bus:
         ask = json.dumps({"filter": bucket.key(keys), "keep": count}).encode()
         async with _translated(f"shorten {bucket.name}/{keys}"):
             await self._request(f"$JS.API.STREAM.PURGE.{bucket.stream}", ask)
-
-    async def read_all(self, bucket: KeyValueBucket) -> tuple[list[Entry], int]:
-        """Reads the newest message of every key, in order, and the sequence up to which they are complete."""
-        return await self.read_keys(bucket, ">")
 
     async def read_keys(self, bucket: KeyValueBucket, keys: str) -> tuple[list[Entry], int]:
         """Reads the newest message of every matching key, in order, and the sequence up to which they are complete."""

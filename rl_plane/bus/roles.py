@@ -61,9 +61,10 @@ def permissions(role: Role, fleets: Sequence[Subjects], inbox: str, instance_id:
 
 def _operator(fleet: Subjects, instance_id: str) -> Permissions:
     """Everything, but for what only the server may say: deaths, and what buckets hold."""
+    own = f"{fleet.namespace}.{fleet.component}.>"
     return Permissions(
-        publish=[f"{_prefix(fleet)}.>", fleet.members.key(">"), fleet.state.key(">"), f"{JS}.>", fleet.objects],
-        subscribe=[f"{_prefix(fleet)}.>", *_feeds(fleet), ADVISORY],
+        publish=[own, fleet.members.key(">"), fleet.state.key(">"), f"{JS}.>", fleet.objects],
+        subscribe=[own, fleet.members.feed(">"), fleet.state.feed(">"), ADVISORY],
     )
 
 
@@ -149,14 +150,6 @@ def _worker(fleet: Subjects, instance_id: str) -> Permissions:
         ],
         answers=True,
     )
-
-
-def _prefix(fleet: Subjects) -> str:
-    return f"{fleet.namespace}.{fleet.component}"
-
-
-def _feeds(fleet: Subjects) -> list[str]:
-    return [fleet.members.feed(">"), fleet.state.feed(">")]
 
 
 def _watching(fleet: Subjects) -> list[str]:

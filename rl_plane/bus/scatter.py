@@ -71,16 +71,6 @@ class Scatter:
         if len(self._answers) == len(self._targets):
             self._all.set()
 
-    def left(self, index: int) -> None:
-        """Ends the wait for a target that has left."""
-        self.answer(index, Missing.LEFT)
-
-    def denied(self, subject: str) -> None:
-        """Ends the wait for the targets with a subject to which NATS refuses to publish."""
-        for index in self.unanswered:
-            if self._targets[index][0].lower() == subject:
-                self.answer(index, Missing.DENIED)
-
     async def send(self, index: int) -> None:
         subject, payload = self._targets[index]
         reply = f"{self._gather.inbox}.{self._key}.{index}"
@@ -126,7 +116,9 @@ class Gather:
     def _denied(self, subject: str, error: PermissionDenied) -> None:
         """Ends the wait for the targets that this process may not ask."""
         for scatter in list(self._open.values()):
-            scatter.denied(subject)
+            for index in scatter.unanswered:
+                if scatter._targets[index][0].lower() == subject:
+                    scatter.answer(index, Missing.DENIED)
 
     async def start_listening(self) -> None:
         self.bus.on_denial(self._denied)

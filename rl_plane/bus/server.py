@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -89,10 +88,6 @@ class NatsServer:
         address = json.loads(ports.read_bytes())["nats"][0]
         self._scheme = address.partition("://")[0]
         self._port = int(address.rsplit(":", 1)[1])
-
-    def reload(self) -> None:
-        """Makes the server read its configuration again. Connections stay, if their keys do."""
-        self.process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
         """Kills the server with SIGKILL. `start` starts it again on the same port with the same store."""

@@ -25,7 +25,7 @@ import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import msgpack
@@ -329,9 +329,6 @@ class IncomingStream:
     async def send_opening(self) -> None:
         await self._receiver.bus.nc.publish(self.subject, self._opening, reply=self._reply, headers=self._headers)
 
-    async def credit(self) -> None:
-        await self.tell(self._window.credit(False))
-
     async def ask_again(self) -> None:
         """Asks again for what may be lost: sends the request itself, or a credit that requests the missing messages."""
         if self._window.next == 0:
@@ -340,21 +337,14 @@ class IncomingStream:
         else:
             await self.tell(self._window.credit(True))
 
-    async def messages(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields each message in order; the last one has `end`. Raises a typed error that the worker sent."""
-        async with contextlib.aclosing(self.batches()) as batches:
-            async for batch in batches:
-                for message in batch:
-                    yield message
-
     async def batches(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """Yields the messages that have arrived since the last batch: at most CREDIT_EVERY, because they count as
-        used."""
+        used. The last message has `end`. Raises a typed error that the worker sent."""
         try:
             while not self._ended:
                 batch, error = await self._take()
                 if self._ended or self._window.credit_due():
-                    await self.credit()
+                    await self.tell(self._window.credit(False))
                 if batch:
                     yield batch
                 if error is not None:
@@ -492,7 +482,10 @@ class StreamReceiver:
         key = message.subject.rsplit(".", 1)[1]
         if not message.data:
             if message.headers and message.headers.get("Status") == "503":
-                self._nobody_there(key)
+                stream = self._open.get(key)
+                # After a reconnect the worker may be reconnecting too: the request is sent again.
+                if stream is not None and time.monotonic() >= self._reconnected_at + RECONNECT_GRACE_S:
+                    stream.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
             return
         try:
             messages = _unpacked(key, message.data)
@@ -506,27 +499,13 @@ class StreamReceiver:
             if stream is not None and stream.put(each):
                 await stream.ask_again()
 
-    def _nobody_there(self, key: str) -> None:
-        stream = self._open.get(key)
-        if (
-            stream is not None and not self.just_back()
-        ):  # else the worker may be reconnecting: the request is sent again
-            stream.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
-
     def _denied(self, subject: str, error: PermissionDenied) -> None:
         for stream in list(self._open.values()):
             if stream.subject.lower() == subject:
                 stream.fail(error)
 
-    def just_back(self) -> bool:
-        """Reports whether this connection has just reconnected. A subject without a subscriber is no death then."""
-        return time.monotonic() < self._reconnected_at + RECONNECT_GRACE_S
-
     async def _reconnected(self) -> None:
         self._reconnected_at = time.monotonic()
-        await self._ask_again()
-
-    async def _ask_again(self) -> None:
         for stream in list(self._open.values()):
             await stream.ask_again()
 

@@ -222,10 +222,10 @@ class MembershipView:
             await self.bus.ensure_bucket(self.subjects.offers)
         await self.read_record()
         known = self._core.epoch
-        entries, last = await self.bus.read_all(self.subjects.members)
+        entries, last = await self.bus.read_keys(self.subjects.members, ">")
         if last < known:
             await self._raise_epoch(known)
-            entries, last = await self.bus.read_all(self.subjects.members)
+            entries, last = await self.bus.read_keys(self.subjects.members, ">")
         self._carry_out(self._core.snapshot_read(entries, last))
 
     async def _raise_epoch(self, known: int) -> None:

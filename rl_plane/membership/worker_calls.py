@@ -449,7 +449,7 @@ class WorkerCalls:
             member = members[index]
             now = view.member(member.instance_id)
             if now is None or now.incarnation != member.incarnation:
-                scatter.left(index)
+                scatter.answer(index, Missing.LEFT)
             elif now.revision != member.revision:
                 self._gather.start(scatter.send(index))
 
@@ -488,7 +488,7 @@ def _follow(gather: Gather, scatter: Scatter, members: Sequence[Member]) -> Call
         if before is None or (index := index_of.get(before.instance_id)) is None:
             return
         if change.after is None or change.after.incarnation != members[index].incarnation:
-            scatter.left(index)
+            scatter.answer(index, Missing.LEFT)
         elif index in scatter.unanswered:
             gather.start(scatter.send(index))
 

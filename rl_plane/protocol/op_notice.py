@@ -37,7 +37,6 @@ class OpNotice(Body):
     def decode(cls, data: bytes) -> OpNotice:
         """InvalidRequest: it is no such notice."""
         notice = parse_body(cls, decode(data))
-        assert isinstance(notice, cls)
         if notice.op not in FLEET_OPS or FLEET_OPS[notice.op].method == "GET":
             raise InvalidRequest(f"{notice.op!r} is no changing op", field="op", fix="name an op that changes")
         return notice

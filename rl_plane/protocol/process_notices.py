@@ -44,9 +44,7 @@ class _Notice(Body):
         """InvalidRequest: it is no such notice."""
         if len(data) > MAX_BYTES:
             raise InvalidRequest(f"the notice has {len(data)} bytes; at most {MAX_BYTES} are read")
-        notice = parse_body(cls, decode(data))
-        assert isinstance(notice, cls)
-        return notice
+        return parse_body(cls, decode(data))
 
 
 class StartNotice(_Notice):

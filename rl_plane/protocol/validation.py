@@ -72,13 +72,8 @@ def without_sglangs_names(
     return checked
 
 
-_EMPTY = Empty()
-
-
-def parse_body(model: type[BaseModel], body: dict[str, Any]) -> BaseModel:
+def parse_body(model: type[M], body: dict[str, Any]) -> M:
     """Parses a body. InvalidRequest names the first wrong field."""
-    if not body and model is Empty:
-        return _EMPTY
     try:
         return model.model_validate(body)
     except ValidationError as error:

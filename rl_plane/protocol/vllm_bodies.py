@@ -130,12 +130,10 @@ def parse_part(model: type[P], given: Mapping[str, Any], part: str) -> P:
     """Parses one part of a body. `part`: its field in the body, for error messages."""
     known = {name: value for name, value in given.items() if name in model.model_fields}
     try:
-        parsed = parse_body(model, known)
+        return parse_body(model, known)
     except InvalidRequest as error:
         field = f"{part}.{error.facts.get('field', '')}"
         raise InvalidRequest(error.message, **{**error.facts, "field": field}) from error
-    assert isinstance(parsed, model)
-    return parsed
 
 
 def check_init(info: InitInfo, workers: Iterable[Mapping[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.errors import PlaneError
 from tests.conftest import START_S, lives
 from tests.support.mixed_fleet import ARGUMENTS
+from tests.support.stream_messages import messages_of
 from worker import exit_codes
 from worker.engines.common.shared_names import shared_names
 from worker.runtime.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S
@@ -39,7 +40,7 @@ async def test_a_real_engine_that_hangs_closes_its_worker_and_then_ends_it(plane
     receiver = StreamReceiver(client.bus)
     await receiver.start()
     body = {"request": {"prompt_token_ids": [5], "max_tokens": 1500, "ignore_eos": True}}
-    messages = (await receiver.open(client.subjects().generate(one.instance_id), "r1", body)).messages()
+    messages = messages_of(await receiver.open(client.subjects().generate(one.instance_id), "r1", body))
     await anext(messages)  # accepted
     await anext(messages)  # it is running
 

@@ -17,6 +17,7 @@ from rl_plane.errors import EngineFailed
 from tests.support.committed_records import record
 from tests.support.scripted_worker import ScriptedWorker, Stream
 from tests.support.staged_streams import Stage, staged
+from tests.support.stream_messages import messages_of
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -143,7 +144,7 @@ async def test_a_worker_that_waits_for_no_credit_fills_no_queue(plane: Plane) ->
     got = []
 
     async def read() -> None:
-        async for message in stream.messages():
+        async for message in messages_of(stream):
             got.append(message["n"])
 
     with pytest.raises(EngineFailed, match="credit"):

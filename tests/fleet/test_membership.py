@@ -25,6 +25,7 @@ from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.subjects import MEMBER_PREFIX, KeyValueBucket, Subjects
 from tests.support.faults import Stream
 from tests.support.faulty_bus import BusFaults
+from tests.support.stream_messages import messages_of
 from worker import exit_codes
 from worker.runtime.registration import Registration
 
@@ -507,7 +508,7 @@ async def test_a_signal_lets_running_generation_end(plane: Plane, number: signal
     body = {"request": {"prompt_token_ids": [5, 6], "max_tokens": 20}}
     stream = await receiver.open(client.subjects().generate(worker.instance_id), "r1", body)
     tokens: list[int] = []
-    async for message in stream.messages():
+    async for message in messages_of(stream):
         if "accepted" in message:
             worker.signal(number)
             continue

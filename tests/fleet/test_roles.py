@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -164,7 +165,7 @@ async def test_a_client_without_a_key_or_with_a_key_of_another_folder_stays_out(
 async def test_a_reload_adds_and_removes_keys_while_the_rest_stays(server: NatsServer, folder: KeyFolder) -> None:
     async with connected(server, folder, "operator") as stays:
         added = folder.add("service", "new")
-        server.reload()
+        server.process.send_signal(signal.SIGHUP)
         async with asyncio.timeout(10):
             while True:
                 try:
@@ -178,7 +179,7 @@ async def test_a_reload_adds_and_removes_keys_while_the_rest_stays(server: NatsS
         copy.write_bytes(folder.seed_of(added.name).read_bytes())
         folder.remove(added.name)
         leaves = await Bus.connect(server.url, credentials=NatsCredentials(nkey=copy))
-        server.reload()
+        server.process.send_signal(signal.SIGHUP)
         await until(lambda: not leaves.nc.is_connected)
         with pytest.raises(Unauthorized, match="does not know a key of the role service"):
             await Bus.connect(server.url, wait_s=30.0, credentials=NatsCredentials(nkey=copy))

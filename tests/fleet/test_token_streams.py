@@ -25,6 +25,7 @@ from rl_plane.bus.token_stream import CREDIT_EVERY, Outbox, StreamReceiver, Stre
 from rl_plane.errors import BusUnreachable, PayloadTooLarge, Stalled, WorkerLost
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 from tests.support.faulty_bus import BusFaults
+from tests.support.stream_messages import messages_of
 from worker.runtime.engine_loop import UNDO_S, EngineLoop
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ async def test_a_first_message_that_is_lost_is_sent_again(plane: Plane) -> None:
     body = {"request": {"prompt_token_ids": [5], "max_tokens": 3, "ignore_eos": True}}
     stream = await receiver.open(client.subjects().generate(worker.instance_id), "r1", body)
     async with asyncio.timeout(BOUND_S):
-        first, *others = [message async for message in stream.messages()]
+        first, *others = [message async for message in messages_of(stream)]
     await receiver.stop()
     assert first_of(lost[0])["n"] == 0
     assert first["accepted"]["instance_id"] == worker.instance_id
@@ -213,7 +214,7 @@ async def test_a_request_that_no_message_carries_is_not_sent(nats: NatsServer) -
             await receiver.open(subject, "s", {"messages": 3, "prompt": "x" * MAX_MESSAGE_BYTES})
         stream = await receiver.open(subject, "s", {"messages": 3, "prompt": "x" * (MAX_MESSAGE_BYTES - 100)})
         async with asyncio.timeout(BOUND_S):
-            assert [message["x"] async for message in stream.messages()] == [0, 1, 2, 3]
+            assert [message["x"] async for message in messages_of(stream)] == [0, 1, 2, 3]
 
 
 async def test_a_request_that_nats_does_not_take_is_no_engines_failure(

@@ -17,6 +17,7 @@ from rl_plane.protocol.versions import WeightVersion
 from tests.support.faults import Stream
 from tests.support.fleet_updates import generated
 from tests.support.healing import checksum_of, state_of, until_behind, until_open
+from tests.support.stream_messages import messages_of
 from worker.engines.fake.adapter import make_fake_model
 from worker.exit_codes import MODEL_CHANGED
 from worker.receive.staging import model_digest
@@ -211,7 +212,7 @@ async def test_a_release_that_the_engine_refuses_closes_nothing(plane: Plane) ->
     await receiver.start()
     body = {"request": {"prompt_token_ids": [5], "max_tokens": 1000}}
     stream = await receiver.open(client.subjects().generate(one.instance_id), "r1", body)
-    messages = stream.messages()
+    messages = messages_of(stream)
     await anext(messages)  # accepted
     await anext(messages)  # it is running
     with pytest.raises(InvalidRequest):
@@ -230,7 +231,7 @@ async def test_a_stream_that_the_worker_gave_up_ends_with_an_error(plane: Plane)
     await receiver.start()
     subject = client.subjects().generate(one.instance_id)
     body = {"request": {"prompt_token_ids": [5], "max_tokens": 1000}}
-    messages = (await receiver.open(subject, "r1", body)).messages()
+    messages = messages_of(await receiver.open(subject, "r1", body))
     await anext(messages)  # accepted
     await anext(messages)  # it is running
     await client.bus.nc.publish(subject, msgpack.packb({"kind": "abort", "id": "r1"}))

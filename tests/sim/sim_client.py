@@ -227,9 +227,6 @@ class SimBus(Bus):
         now: float = await self._request(lambda: 1.7e9 + self.server.loop.time())
         return now
 
-    async def read_all(self, bucket: KeyValueBucket) -> tuple[list[Entry], int]:
-        return await self.read_keys(bucket, ">")
-
     async def read_keys(self, bucket: KeyValueBucket, keys: str) -> tuple[list[Entry], int]:
         def read() -> tuple[list[Entry], int]:
             stream = self.server.told(self.conn, bucket)

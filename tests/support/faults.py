@@ -19,6 +19,7 @@ from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.generation import GenerateDelta
 from rl_plane.protocol.record import DecisionRecord
 from rl_plane.protocol.subjects import RECORD, KeyValueBucket
+from tests.support.stream_messages import messages_of
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
@@ -123,7 +124,7 @@ class Stream:
         await receiver.start()
         try:
             stream = await receiver.open(self._subject, f"r{secrets.token_hex(4)}", {"request": self._request})
-            async for message in stream.messages():
+            async for message in messages_of(stream):
                 if "delta" in message:
                     delta = GenerateDelta.model_validate(message["delta"])
                     self.tokens += delta.token_ids

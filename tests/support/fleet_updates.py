@@ -14,6 +14,7 @@ from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.worker_calls import WorkerCalls
 from tests.conftest import Plane
+from tests.support.stream_messages import messages_of
 
 
 def update_of(directory: Path, version: str | None = None, **policy: Any) -> dict[str, Any]:
@@ -48,7 +49,7 @@ async def generated(
     tokens: list[int] = []
     try:
         async with asyncio.timeout(30):
-            async for message in stream.messages():
+            async for message in messages_of(stream):
                 if "delta" in message:
                     tokens += message["delta"]["token_ids"]
     finally:

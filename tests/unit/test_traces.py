@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from opentelemetry import trace
 
-from rl_plane._util import span_sender, tracing
-from rl_plane._util.otel import MAX_TEXT_CHARS, exported_spans, trace_id_of
-from rl_plane._util.span_sender import SpanSender
+from rl_plane._util import otel, tracing
+from rl_plane._util.otel import MAX_TEXT_CHARS, SpanSender, exported_spans, trace_id_of
 from rl_plane._util.tracing import OFF, TraceContext, read_traceparent
 from rl_plane.errors import Conflict
 from rl_plane.publish.threads import on_thread
@@ -188,10 +187,10 @@ class Slow:
 def test_what_does_not_fit_is_dropped_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "rl_plane._util.span_sender")
-    monkeypatch.setattr(span_sender, "MAX_QUEUED_SPANS", 4)
+    caplog.set_level(logging.INFO, "rl_plane._util.otel")
+    monkeypatch.setattr(otel, "MAX_QUEUED_SPANS", 4)
     export = Slow()
-    sender = SpanSender(export, "http://there")
+    sender = SpanSender(export.send, export.stop, "http://there")
     sender.put(0)
     assert export.entered.wait(BOUND_S)
     for number in range(1, 9):
@@ -207,9 +206,9 @@ def test_what_does_not_fit_is_dropped_with_one_warning(
 
 
 def test_a_collector_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_sender, "CLOSE_S", 0.05)
+    monkeypatch.setattr(otel, "CLOSE_S", 0.05)
     export = Slow()
-    sender = SpanSender(export, "http://there")
+    sender = SpanSender(export.send, export.stop, "http://there")
     sender.put(0)
     assert export.entered.wait(BOUND_S)
     sender.close()  # and not after BOUND_S
@@ -217,21 +216,17 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.Mon
 
 
 def test_failures_are_one_warning_until_the_collector_is_back(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "rl_plane._util.span_sender")
+    caplog.set_level(logging.INFO, "rl_plane._util.otel")
     tried: queue.Queue[int] = queue.Queue()
 
-    class Export:
-        def send(self, spans: Sequence[Any]) -> str | None:
-            number: int = spans[0]
-            tried.put(number)
-            if number == 1:
-                raise OSError("gone")
-            return "it is full" if number == 0 else None
+    def send(spans: Sequence[Any]) -> str | None:
+        number: int = spans[0]
+        tried.put(number)
+        if number == 1:
+            raise OSError("gone")
+        return "it is full" if number == 0 else None
 
-        def stop(self) -> None:
-            pass
-
-    sender = SpanSender(Export(), "http://there")
+    sender = SpanSender(send, lambda: None, "http://there")
     for number in range(3):
         sender.put(number)
         assert tried.get(timeout=BOUND_S) == number

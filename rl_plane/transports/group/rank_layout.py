@@ -54,7 +54,6 @@ class Place:
         device of each member; None for host memory. A shorter list means that the rest has none.
         """
         given = parse_body(_GroupConfig, dict(config))
-        assert isinstance(given, _GroupConfig)
         ranks = {"rank_offset": given.rank_offset + given.members - 1}
         if given.form == "torch":
             ranks["fleet_ranks"] = given.fleet_ranks or given.world_size
