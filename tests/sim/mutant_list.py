@@ -1125,7 +1125,7 @@ MUTANTS = [
     Mutant(
         "follower: a turn of a former coordinator",
         "worker/reconcile/engine_changes.py",
-        "        async with self.changing:\n            self._state.check_fence(fence)\n",
+        "        async with self.changing:\n            self._core.state.check_fence(fence)\n",
         "        async with self.changing:\n",
         "tests/unit/worker/test_engine_changes.py::test_a_coordinator_that_was_replaced_while_it_waited_is_refused",
     ),
@@ -1139,8 +1139,8 @@ MUTANTS = [
     Mutant(
         "follower: an abort without a look at the record",
         "worker/reconcile/coordinator_calls.py",
-        "        await self._record.read()\n        self._state.check_fence(fence)\n        self._core.check_undecided(update_id)\n",
-        "        self._state.check_fence(fence)\n        self._core.check_undecided(update_id)\n",
+        "        await self._record.read()\n        self._core.state.check_fence(fence)\n        self._core.check_undecided(body.update_id)\n",
+        "        self._core.state.check_fence(fence)\n        self._core.check_undecided(body.update_id)\n",
         None,
         second_line="A coordinator aborts only what it has found undecided under its own seal.",
     ),
