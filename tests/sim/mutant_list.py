@@ -815,7 +815,7 @@ MUTANTS = [
     Mutant(
         "worker: does not write a lost record back",
         "worker/reconcile/worker_core.py",
-        "        if self.record is not None and newer(self.record, record):\n            return Restore(self.record)\n",
+        "        if self.record is not None and newer(self.record, record):\n            return self.record\n",
         "",
         CORE + "a_lost_store_gets_the_record_of_this_worker_back",
     ),
@@ -1147,8 +1147,8 @@ MUTANTS = [
     Mutant(
         "worker: a lease from a leader that is behind",
         "worker/reconcile/worker_core.py",
-        "        if self.record is not None and newer(self.record, record):\n            return Restore(self.record)\n",
-        "        if self.record is not None and newer(self.record, record):\n            self.state.confirm_lease(asked_at, connection)\n            return Restore(self.record)\n",
+        "        if self.record is not None and newer(self.record, record):\n            return self.record\n",
+        "        if self.record is not None and newer(self.record, record):\n            self.state.confirm_lease(asked_at, connection)\n            return self.record\n",
         CORE + "the_lease_is_confirmed_by_a_leader_that_knows_as_much",
     ),
     Mutant(
