@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -79,33 +80,27 @@ OF_THE_FIRST = (
 """The fields of a delta that only the first of its parts has."""
 
 
+@dataclass(eq=False)
 class GenerationService:
     """Runs the generation requests of one worker.
 
     `witnesses`: the engine reports which weights make its tokens. `numerics` decides when a token may go out.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        adapter: EngineAdapter,
-        engine: EngineLoop,
-        state: WorkerState,
-        witnesses: bool,
-        numerics: Numerics,
-    ) -> None:
-        self._witnesses = witnesses
-        self._numerics = numerics
-        self._changed = asyncio.Event()
-        self._bus = bus
-        self._adapter = adapter
-        self._engine = engine
-        self._state = state
-        self._malformed = LimitedLog(log)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._senders: dict[str, StreamSender] = {}
-        self._outbox = Outbox(bus)
-        self._reaper: asyncio.Task[None] | None = None
+    _bus: Bus
+    _adapter: EngineAdapter
+    _engine: EngineLoop
+    _state: WorkerState
+    _witnesses: bool
+    _numerics: Numerics
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _malformed: LimitedLog = field(default_factory=lambda: LimitedLog(log), init=False)
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _senders: dict[str, StreamSender] = field(default_factory=dict, init=False)
+    _reaper: asyncio.Task[None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._outbox = Outbox(self._bus)
 
     async def start(self, subject: str) -> None:
         await self._bus.subscribe(subject, self._message)

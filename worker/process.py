@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from rl_plane._util.plugins import ENGINES, plugins
 from rl_plane._util.processes import exit_within, spare_collector
-from rl_plane._util.tasks import end_tasks
+from rl_plane._util.tasks import end_tasks, on_daemon_thread
 from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.membership.core import PARSES_CALLS
@@ -119,7 +119,7 @@ async def _engine_side(
     options: WorkerOptions, on_ready: Callable[[list[str]], None], metrics: socket.socket | None
 ) -> int:
     arguments = EngineArguments(options.engine_args, options.engine_args_file)
-    instance_ids = _instance_ids(options)
+    instance_ids = [_instance_id(options) for _ in range(options.copies)]
     notices = StartNotices(
         options.nats_url,
         Subjects(options.namespace, options.component),
@@ -262,11 +262,6 @@ def _instance_id(options: WorkerOptions) -> str:
     return secrets.token_hex(8)
 
 
-def _instance_ids(options: WorkerOptions) -> list[str]:
-    """One for each copy."""
-    return [_instance_id(options) for _ in range(options.copies)]
-
-
 def _spanning(options: WorkerOptions, adapter: EngineAdapter) -> SpansHosts:
     if not isinstance(adapter, SpansHosts):
         raise Unsupported(
@@ -322,7 +317,7 @@ async def _digest_of(model: Path, tied: Mapping[str, str], adapters: Iterable[En
 
     InvalidWeights if the engine ties tensors that differ in the files: it would serve other weights than the digest
     says."""
-    hashing = _on_a_thread(lambda: model_digest(model, tied=tied))
+    hashing = on_daemon_thread(lambda: model_digest(model, tied=tied))
     living = asyncio.create_task(_until_one_dies(adapters))
     first: set[asyncio.Future[Any]] = {hashing, living}
     try:
@@ -343,28 +338,6 @@ async def _until_one_dies(adapters: Iterable[EngineAdapter]) -> NoReturn:
             except TimeoutError:
                 continue  # it hangs
         await asyncio.sleep(LIVENESS_INTERVAL_S)
-
-
-def _on_a_thread(work: Callable[[], str]) -> asyncio.Future[str]:
-    """Runs `work` on a thread that the exit of the process does not wait for."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[str] = loop.create_future()
-
-    def tell(settle: Callable[[Any], None], value: Any) -> None:
-        if not outcome.done():
-            settle(value)
-
-    def begin() -> None:
-        ended: tuple[Callable[[Any], None], Any]
-        try:
-            ended = outcome.set_result, work()
-        except Exception as error:
-            ended = outcome.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(tell, *ended)
-
-    threading.Thread(target=begin, name="digest", daemon=True).start()
-    return outcome
 
 
 class WorkerProcess:
@@ -490,7 +463,7 @@ class WorkerProcess:
         from worker.metrics.worker_metrics import WorkerMetrics  # the engine is loaded now
 
         listener = MetricsListener(
-            self._metrics, WorkerMetrics(worker.facts).text_for_scraper, self._options.metrics_key
+            self._metrics, WorkerMetrics(worker).text_for_scraper, self._options.metrics_key
         )
         await listener.start()
         return listener

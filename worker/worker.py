@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import msgpack
 import nats.errors
@@ -28,7 +28,6 @@ from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
 from worker.engines.capabilities import CanReportLoad
 from worker.generation_service import GenerationService
-from worker.metrics.worker_facts import WorkerFacts
 from worker.ops.dispatcher import Dispatcher
 from worker.ops.handlers import OpHandlers
 from worker.ops.host_facts import HostFacts
@@ -82,11 +81,11 @@ class Worker:
         self.subjects = subjects
         self.state = WorkerState(bus.name, secrets.token_hex(8), digest=model_digest, since=time.monotonic())
         self.core = WorkerCore(self.state, model_digest, _engine_kind(info))
-        self._adapter = adapter
+        self.adapter = adapter
         self._engine = engine
-        self._info = info
+        self.info = info
         self._pipeline_stage = info.pipeline_stage
-        self._received_bytes: Counter[str] = Counter()
+        self.received_bytes: Counter[str] = Counter()
         """Transport → bytes of tensors that have come and were verified."""
         self._counted: PreparedReply | None = None
         self._on_end = on_end
@@ -114,15 +113,15 @@ class Worker:
         )
         self._memory = EngineMemory(self.core, adapter, engine, info, self.updates, self._changes, self._tell)
         self._handlers = OpHandlers(
-            self.core,
-            adapter,
-            engine,
-            info,
-            self.updates,
-            self._record,
-            self._changes,
-            calls,
-            self._memory,
+            core=self.core,
+            adapter=adapter,
+            engine=engine,
+            info=info,
+            updates=self.updates,
+            record=self._record,
+            changes=self._changes,
+            calls=calls,
+            memory=self._memory,
             member_info=member_info,
             liveness_timeout_s=liveness_timeout_s,
             drain=self.drain,
@@ -163,8 +162,8 @@ class Worker:
         await self._lock.start()
         # The engine may die or hang while the worker takes the committed weights.
         self._spawn(self._watch_engine(), lasting=True)
-        if isinstance(self._adapter, CanReportLoad):
-            self._spawn(self._watch_load(self._adapter))
+        if isinstance(self.adapter, CanReportLoad):
+            self._spawn(self._watch_load(self.adapter))
         await self._registration.start()
         self._spawn(self._registration.keep(), lasting=True)
         await self._follower.settle()
@@ -183,7 +182,7 @@ class Worker:
             if left_s > 0:
                 if self.state.pause_mode is None:
                     # Without a bound: the engine watch ends a worker whose engine hangs.
-                    await self._engine.run(self._adapter.pause("keep", False))
+                    await self._engine.run(self.adapter.pause("keep", False))
                 self.state.pause(desired.mode, time.monotonic(), left_s)  # its lease may be a new one
             elif left_s <= 0 and self.state.pause_mode is not None:
                 await self._changes.resume()
@@ -289,28 +288,6 @@ class Worker:
                 log.exception("the engine's load")
                 self._handlers.engine_load = None
 
-    def facts(self) -> WorkerFacts:
-        """The facts for the metrics."""
-        state, staged = self.state, self.updates.staged
-        running, waiting = self._adapter.load()
-        now, is_paused = time.monotonic(), state.pause_mode is not None
-        kept = self.updates.cached_digest is not None
-        return WorkerFacts(
-            engine=self._info.engine,
-            engine_version=self._info.engine_version,
-            closed={reason: int(reason in state.closed) for reason in get_args(Reason)},
-            sequence=state.sequence,
-            pause_left_s=max(0.0, state.pause_until - now) if is_paused else None,
-            connected=self.bus.nc.is_connected,
-            requests={"running": running, "waiting": waiting},
-            tokens={"running": state.tokens.running, "waiting": state.tokens.waiting},
-            tokens_made=state.tokens.made,
-            received_bytes=self._received_bytes,
-            staged_bytes=_staged_bytes(staged),
-            kept_bytes=sum(spec.nbytes for spec in self._adapter.weight_spec().values()) if kept else 0,
-            ops=self.dispatcher.answers,
-        )
-
     def _loaded_adapters(self) -> set[str]:
         """The digests of the adapters that the engine has loaded."""
         return {version.digest for version in self.state.adapters.values()}
@@ -319,7 +296,7 @@ class Worker:
         if staged is not None and staged.reply is not self._counted:
             self._counted = staged.reply  # another coordinator may take the same weights over
             assert staged.request.transport is not None, "it has brought them"
-            self._received_bytes[staged.request.transport.backend] += staged.reply["bytes"]
+            self.received_bytes[staged.request.transport.backend] += staged.reply["bytes"]
         self.core.is_staged(staged.for_core() if staged is not None else None)
 
     def _record_changed(self) -> None:
@@ -341,7 +318,7 @@ class Worker:
         }
         if lasting != self._lasting:
             self._lasting, state.since = lasting, time.monotonic()
-        running, waiting = self._adapter.load()
+        running, waiting = self.adapter.load()
         message: bytes = msgpack.packb(
             {
                 "instance_id": state.instance_id,
@@ -364,13 +341,6 @@ class Worker:
     async def _publish_status(self, message: bytes) -> None:
         with contextlib.suppress(nats.errors.Error):
             await self.bus.nc.publish(self.subjects.status(self.state.instance_id), message)
-
-
-def _staged_bytes(staged: StagedUpdate | None) -> int:
-    """The memory of what is staged. Weights that were written over the served ones need none of their own."""
-    if staged is None or staged.name is None:
-        return 0
-    return staged.reply.get("model_bytes", staged.reply["bytes"])
 
 
 def _engine_kind(info: EngineInfo) -> str | None:

@@ -1,12 +1,15 @@
-"""Ends background tasks reliably."""
+"""Ends background tasks reliably, and runs work on threads that nobody has to wait for."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 log = logging.getLogger("rl_plane._util.tasks")
 
 ROUND_S = 0.5
@@ -33,3 +36,26 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=ROUND_S)
     log.error("these tasks do not end: %s", ", ".join(task.get_name() for task in pending))
+
+
+def on_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Runs `work` on a thread that the exit of the process does not wait for. A future that is cancelled meanwhile does
+    not end the work."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def tell(settle: Callable[[Any], None], value: Any) -> None:
+        if not outcome.done():
+            settle(value)
+
+    def begin() -> None:
+        ended: tuple[Callable[[Any], None], Any]
+        try:
+            ended = outcome.set_result, work()
+        except Exception as error:
+            ended = outcome.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(tell, *ended)
+
+    threading.Thread(target=begin, daemon=True).start()
+    return outcome

@@ -101,7 +101,7 @@ def _leader_said(self: WorkerCore, args: Any, result: Any) -> str:
         return "the leader said → lease"
     if args[0] is not None:
         return "the leader has lost a decision → Restore"
-    return "the leader has nothing → Restore " + ("the first" if result.record.sequence == 0 else "a decision")
+    return "the leader has nothing → Restore " + ("the first" if result.sequence == 0 else "a decision")
 
 
 _NAMES: dict[str, Any] = {

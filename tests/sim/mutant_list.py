@@ -815,7 +815,7 @@ MUTANTS = [
     Mutant(
         "worker: does not write a lost record back",
         "worker/reconcile/worker_core.py",
-        "        if self.record is not None and newer(self.record, record):\n            return Restore(self.record)\n",
+        "        if self.record is not None and newer(self.record, record):\n            return self.record\n",
         "",
         CORE + "a_lost_store_gets_the_record_of_this_worker_back",
     ),
@@ -1125,7 +1125,7 @@ MUTANTS = [
     Mutant(
         "follower: a turn of a former coordinator",
         "worker/reconcile/engine_changes.py",
-        "        async with self.changing:\n            self._state.check_fence(fence)\n",
+        "        async with self.changing:\n            self._core.state.check_fence(fence)\n",
         "        async with self.changing:\n",
         "tests/unit/worker/test_engine_changes.py::test_a_coordinator_that_was_replaced_while_it_waited_is_refused",
     ),
@@ -1139,16 +1139,16 @@ MUTANTS = [
     Mutant(
         "follower: an abort without a look at the record",
         "worker/reconcile/coordinator_calls.py",
-        "        await self._record.read()\n        self._state.check_fence(fence)\n        self._core.check_undecided(update_id)\n",
-        "        self._state.check_fence(fence)\n        self._core.check_undecided(update_id)\n",
+        "        await self._record.read()\n        self._core.state.check_fence(fence)\n        self._core.check_undecided(body.update_id)\n",
+        "        self._core.state.check_fence(fence)\n        self._core.check_undecided(body.update_id)\n",
         None,
         second_line="A coordinator aborts only what it has found undecided under its own seal.",
     ),
     Mutant(
         "worker: a lease from a leader that is behind",
         "worker/reconcile/worker_core.py",
-        "        if self.record is not None and newer(self.record, record):\n            return Restore(self.record)\n",
-        "        if self.record is not None and newer(self.record, record):\n            self.state.confirm_lease(asked_at, connection)\n            return Restore(self.record)\n",
+        "        if self.record is not None and newer(self.record, record):\n            return self.record\n",
+        "        if self.record is not None and newer(self.record, record):\n            self.state.confirm_lease(asked_at, connection)\n            return self.record\n",
         CORE + "the_lease_is_confirmed_by_a_leader_that_knows_as_much",
     ),
     Mutant(

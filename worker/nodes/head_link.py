@@ -197,14 +197,19 @@ class HeadLink(NodeLink):
         another model than `model`, which this host's ranks have described."""
         self.wait_built()
         own = digest_of(model)
-        for node, reply in zip(self.nodes, self.run(self._begin()), strict=True):
+        for node, reply in self._ask_all("begin", BEGIN_WAIT_S):
             if reply["model"] != own:
                 raise EngineFailed(f"{node.name} has a model of other tensors")
             self._transports.append(frozenset(reply["transports"]))
 
-    async def _begin(self) -> list[dict[str, Any]]:
-        asked = [self.ask_node(node.rank, "begin", BEGIN_WAIT_S, node.incarnation) for node in self.nodes]
-        return await asyncio.gather(*asked)
+    def _ask_all(self, op: str, timeout_s: float, **body: Any) -> list[tuple[NodeEntry, dict[str, Any]]]:
+        """Asks all other nodes at the same time. Returns each with its answer."""
+
+        async def gathered() -> list[dict[str, Any]]:
+            asked = [self.ask_node(node.rank, op, timeout_s, node.incarnation, **body) for node in self.nodes]
+            return await asyncio.gather(*asked)
+
+        return list(zip(self.nodes, self.run(gathered()), strict=True))
 
     def common(self, transports: Iterable[str]) -> tuple[str, ...]:
         """The transports that can bring weights to every node, of those that this host has."""
@@ -220,20 +225,13 @@ class HeadLink(NodeLink):
 
     def check_digests(self, tied: Mapping[str, str], own: str) -> None:
         """Raises Conflict unless every node has loaded the weights that the head has loaded."""
-        for node, reply in zip(self.nodes, self.run(self._digests(tied)), strict=True):
+        for node, reply in self._ask_all("digest", DIGEST_WAIT_S, tied=dict(tied)):
             if reply["digest"] != own:
                 raise Conflict(
                     f"{node.name} has loaded {reply['digest']}, and the head {own}",
                     field="model",
                     fix="give every node the same model directory",
                 )
-
-    async def _digests(self, tied: Mapping[str, str]) -> list[dict[str, Any]]:
-        asked = [
-            self.ask_node(node.rank, "digest", DIGEST_WAIT_S, node.incarnation, tied=dict(tied))
-            for node in self.nodes
-        ]
-        return await asyncio.gather(*asked)
 
     # ---- the messages of nodes ----
 

@@ -41,7 +41,6 @@ from rl_plane.protocol.validation import parse_body
 from rl_plane.protocol.worker_ops import OPS, Op, Pool, op_named
 from worker.ops.contract import ByRank, Handler
 from worker.ops.op_pool import OpPool, Outcome
-from worker.ops.op_span import note_answer
 from worker.reconcile.lock_watch import LockWatch
 from worker.reconcile.worker_state import WorkerState
 
@@ -53,6 +52,22 @@ MAX_TOKENIZING = 64
 """Ops of the tokenizer pool. Any client may send them, each with a megabyte; MAX_OPS stays for the control plane."""
 TOKENIZING_AT_ONCE = 8
 """The tokenizer's threads gain nothing from more. The others wait, until their deadline."""
+
+SHOWN = (
+    "bytes",
+    "model_bytes",
+    "tensors",
+    "missing",
+    "digest",
+    "swap_s",
+    "cache_flushed",
+    "sequence",
+    "discarded",
+    "aborted",
+    "pause_state",
+    "listening",
+)
+"""The fields of an answer that a span shows, if they are there."""
 
 UNREAD = Request("")
 """Stands in for a request that can't be read, in the answer to it."""
@@ -227,7 +242,7 @@ class Dispatcher:
         )
 
     async def _answer(self, bus: Bus, message: Msg, reply: Reply, form: Format, span: Span) -> None:
-        note_answer(span, reply)
+        _note_answer(span, reply)
         outcome = reply.status if reply.error is None else type(reply.error).code
         self.answers[reply.op if reply.op in OPS else "other", outcome] += 1
         if not message.reply:
@@ -249,3 +264,12 @@ def _too_long(name: str, message: str) -> PlaneError:
     if op is not None and op.reply_follows is not None:
         return PayloadTooLarge(message, field=op.reply_follows, fix=op.shorter)
     return EngineFailed(message)
+
+
+def _note_answer(span: Span, reply: Reply) -> None:
+    """Notes the facts of an answer, and ends the span."""
+    if span is OFF:
+        return
+    found = {name: reply.body[name] for name in SHOWN if reply.body.get(name) is not None}
+    span.set(status=reply.status, **found)
+    span.end(reply.error)

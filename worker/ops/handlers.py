@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.errors import Conflict
@@ -25,6 +26,7 @@ from worker.reconcile.worker_core import CHECK_S, WorkerCore
 from worker.runtime.engine_loop import EngineLoop
 
 
+@dataclass(eq=False, kw_only=True)
 class OpHandlers:
     """Has one handler for each op.
 
@@ -33,45 +35,24 @@ class OpHandlers:
     `revision`: the sequence at which the worker is registered. `host` looks at its machine.
     """
 
-    def __init__(
-        self,
-        core: WorkerCore,
-        adapter: EngineAdapter,
-        engine: EngineLoop,
-        info: EngineInfo,
-        updates: WeightUpdates,
-        record: RecordWatch,
-        changes: EngineChanges,
-        calls: CoordinatorCalls,
-        memory: EngineMemory,
-        *,
-        member_info: dict[str, Any],
-        liveness_timeout_s: float,
-        drain: Callable[[float], Awaitable[bool]],
-        tell: Callable[[], None],
-        named: Callable[[Iterable[str]], list[str]],
-        revision: Callable[[], int],
-        host: HostFacts,
-    ) -> None:
-        self.engine_alive = True
-        self.engine_load: worker_ops.EngineLoadReply | None = None
-        self._core = core
-        self._state = core.state
-        self._adapter = adapter
-        self._engine = engine
-        self._info = info
-        self._updates = updates
-        self._record = record
-        self._changes = changes
-        self._calls = calls
-        self._memory = memory
-        self._member_info = member_info
-        self._liveness_timeout_s = liveness_timeout_s
-        self._drain = drain
-        self._tell = tell
-        self._named = named
-        self._revision = revision
-        self._host = host
+    core: WorkerCore
+    adapter: EngineAdapter
+    engine: EngineLoop
+    info: EngineInfo
+    updates: WeightUpdates
+    record: RecordWatch
+    changes: EngineChanges
+    calls: CoordinatorCalls
+    memory: EngineMemory
+    member_info: dict[str, Any]
+    liveness_timeout_s: float
+    drain: Callable[[float], Awaitable[bool]]
+    tell: Callable[[], None]
+    named: Callable[[Iterable[str]], list[str]]
+    revision: Callable[[], int]
+    host: HostFacts
+    engine_alive: bool = True
+    engine_load: worker_ops.EngineLoadReply | None = None
 
     def table(self) -> dict[str, Handler]:
         return {
@@ -90,13 +71,13 @@ class OpHandlers:
             "init_transport": self._init_transport,
             "destroy_transport": self._destroy_transport,
             "open_relay": self._open_relay,
-            "listen_update": self._listen,
+            "listen_update": self.calls.listen,
             "receive_part": self._receive_part,
-            "prepare_update": self._prepare,
+            "prepare_update": self.calls.prepare,
             "follow_record": self._follow_record,
-            "commit_update": self._commit,
-            "abort_update": self._abort_update,
-            "update_weights": self._update_weights,
+            "commit_update": self.calls.commit,
+            "abort_update": self.calls.abort,
+            "update_weights": self.calls.take_alone,
             "release_memory": self._release_memory,
             "resume_memory": self._resume_memory,
             "check_weights": self._check_weights,
@@ -108,29 +89,29 @@ class OpHandlers:
         """Returns the seconds of a round trip through the engine. EngineFailed: the engine is dead, or too slow."""
         start = time.monotonic()
         try:
-            async with asyncio.timeout(self._liveness_timeout_s):
-                await self._engine.run(self._adapter.liveness())
+            async with asyncio.timeout(self.liveness_timeout_s):
+                await self.engine.run(self.adapter.liveness())
         except TimeoutError as error:
-            why = str(error) or f"no round trip through the engine within {self._liveness_timeout_s:g} s"
+            why = str(error) or f"no round trip through the engine within {self.liveness_timeout_s:g} s"
             raise EngineHung(why) from error
         return time.monotonic() - start
 
     # ---- reading ----
 
     def _ping(self, body: validation.Empty, fence: int) -> worker_ops.PingReply:
-        return worker_ops.PingReply(revision=self._revision())
+        return worker_ops.PingReply(revision=self.revision())
 
     async def _liveness(self, body: validation.Empty, fence: int) -> worker_ops.LivenessReply:
         return worker_ops.LivenessReply(alive=True, round_trip_s=await self.round_trip())
 
     def _state_now(self, body: validation.Empty, fence: int) -> worker_ops.StateReply:
-        state, staged = self._state, self._updates.staged
+        state, staged = self.core.state, self.updates.staged
         admission = state.admission()
-        running, waiting = self._adapter.load()
+        running, waiting = self.adapter.load()
         return worker_ops.StateReply(
             ready=self.engine_alive and admission["open"],
             in_state_s=time.monotonic() - state.since,
-            engine=self._info.engine,
+            engine=self.info.engine,
             engine_alive=self.engine_alive,
             pause_state="paused" if state.pause_mode else "running",
             pause=state.pause_state(time.monotonic()),
@@ -140,10 +121,10 @@ class OpHandlers:
             sequence=state.sequence,
             adapters={name: version.to_wire() for name, version in state.adapters.items()},
             staged=_staged_version(staged),
-            update=self._updates.report(),
-            canary=_canary_state(self._core.numerics),
-            received_from=self._updates.received_from,
-            kept=self._updates.cached_digest,
+            update=self.updates.report(),
+            canary=_canary_state(self.core.numerics),
+            received_from=self.updates.received_from,
+            kept=self.updates.cached_digest,
             loras=sorted(state.adapters),
             running=running,
             waiting=waiting,
@@ -158,84 +139,84 @@ class OpHandlers:
         )
 
     def _report_record(self, body: update_requests.ReportRecord, fence: int) -> update_requests.RecordReport:
-        record = self._core.record
+        record = self.core.record
         return update_requests.RecordReport(
             record=record.to_wire() if record is not None else None,
-            admitted=self._state.admission()["open"],
-            model_digest=self._core.model_digest,
-            failed=self._updates.failed,
+            admitted=self.core.state.admission()["open"],
+            model_digest=self.core.model_digest,
+            failed=self.updates.failed,
             canary=update_requests.CanaryLimits(
-                vocab_size=self._info.vocab_size, max_model_len=self._info.max_model_len
+                vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len
             )
-            if self._core.numerics.kind is not None
+            if self.core.numerics.kind is not None
             else None,
         )
 
     async def _describe(self, body: worker_ops.Describe, fence: int) -> worker_ops.DescribeReply:
-        spec = self._adapter.weight_spec()
+        spec = self.adapter.weight_spec()
         return worker_ops.DescribeReply(
-            engine=self._info.engine,
-            engine_version=self._info.engine_version,
-            model=self._member_info["model"],
-            model_path=self._member_info["model_path"],
-            task=self._member_info.get("task", "generate"),
-            dimension=self._info.dimension,
-            labels=list(self._info.labels),
-            dtype=self._info.dtype,
-            device=self._info.device,
-            world_size=self._info.world_size,
-            tp_size=self._info.tp_size,
-            pp_size=self._info.pp_size,
-            dp_size=self._info.dp_size,
-            vocab_size=self._info.vocab_size,
-            max_model_len=self._info.max_model_len,
-            transports=self._member_info["transports"],
-            lacks=dict(self._info.lacks),
-            deterministic=self._info.deterministic,
-            memory_saver=self._info.memory_saver,
-            witnesses=self._info.witnesses,
-            max_adapters=self._info.max_adapters,
-            max_lora_rank=self._info.max_lora_rank,
-            kv_tokens=self._info.kv_tokens,
-            max_prompt_top_logprobs=self._info.max_prompt_top_logprobs,
+            engine=self.info.engine,
+            engine_version=self.info.engine_version,
+            model=self.member_info["model"],
+            model_path=self.member_info["model_path"],
+            task=self.member_info.get("task", "generate"),
+            dimension=self.info.dimension,
+            labels=list(self.info.labels),
+            dtype=self.info.dtype,
+            device=self.info.device,
+            world_size=self.info.world_size,
+            tp_size=self.info.tp_size,
+            pp_size=self.info.pp_size,
+            dp_size=self.info.dp_size,
+            vocab_size=self.info.vocab_size,
+            max_model_len=self.info.max_model_len,
+            transports=self.member_info["transports"],
+            lacks=dict(self.info.lacks),
+            deterministic=self.info.deterministic,
+            memory_saver=self.info.memory_saver,
+            witnesses=self.info.witnesses,
+            max_adapters=self.info.max_adapters,
+            max_lora_rank=self.info.max_lora_rank,
+            kv_tokens=self.info.kv_tokens,
+            max_prompt_top_logprobs=self.info.max_prompt_top_logprobs,
             tensors=len(spec),
-            tied=sorted(self._info.tied),
+            tied=sorted(self.info.tied),
             weight_bytes=sum(tensor.nbytes for tensor in spec.values()),
-            version=self._state.wire_version(),
+            version=self.core.state.wire_version(),
             manifest=None if body.manifest_from is None else _page(spec, body.manifest_from),
-            host=await self._host.reply(body.weight_roots or ()) if body.host else None,
+            host=await self.host.reply(body.weight_roots or ()) if body.host else None,
         )
 
     async def _tokenize(self, body: worker_ops.Tokenize, fence: int) -> worker_ops.TokenizeReply:
-        tokens = await self._engine.run(require(self._adapter, CanTokenize).tokenize(body))
-        return worker_ops.TokenizeReply(tokens=tokens, max_model_len=self._info.max_model_len)
+        tokens = await self.engine.run(require(self.adapter, CanTokenize).tokenize(body))
+        return worker_ops.TokenizeReply(tokens=tokens, max_model_len=self.info.max_model_len)
 
     async def _detokenize(self, body: worker_ops.Detokenize, fence: int) -> worker_ops.DetokenizeReply:
-        text = await self._engine.run(require(self._adapter, CanTokenize).detokenize(body.tokens))
+        text = await self.engine.run(require(self.adapter, CanTokenize).detokenize(body.tokens))
         return worker_ops.DetokenizeReply(prompt=text)
 
     async def _parse_tool_calls(self, body: worker_ops.ParseToolCalls, fence: int) -> worker_ops.ParsedToolCalls:
-        parsing = require(self._adapter, CanParseToolCalls)
-        return await self._engine.run(parsing.parse_tool_calls(body.tokens, body.tools))
+        parsing = require(self.adapter, CanParseToolCalls)
+        return await self.engine.run(parsing.parse_tool_calls(body.tokens, body.tools))
 
     # ---- pause, cache, requests ----
 
     async def _pause(self, body: worker_ops.Pause, fence: int) -> worker_ops.PauseReply:
-        async with self._changes.turn(fence):
-            flushed = await self._changes.pause(body.mode, body.clear_cache)
-            self._state.pause(body.mode, time.monotonic(), body.lease_s)
-        self._tell()
+        async with self.changes.turn(fence):
+            flushed = await self.changes.pause(body.mode, body.clear_cache)
+            self.core.state.pause(body.mode, time.monotonic(), body.lease_s)
+        self.tell()
         return worker_ops.PauseReply(pause_state="paused", cache_flushed=flushed)
 
     async def _resume(self, body: validation.Empty, fence: int) -> worker_ops.PauseReply:
-        async with self._changes.turn(fence):
-            await self._changes.resume()
-        self._tell()
+        async with self.changes.turn(fence):
+            await self.changes.resume()
+        self.tell()
         return worker_ops.PauseReply(pause_state="running", cache_flushed=False)
 
     async def _flush_cache(self, body: worker_ops.FlushCache, fence: int) -> worker_ops.FlushReply:
-        async with self._changes.turn(fence):
-            if not await self._changes.flush_cache(body.reset_running_requests):
+        async with self.changes.turn(fence):
+            if not await self.changes.flush_cache(body.reset_running_requests):
                 raise Conflict(
                     "the engine refused to flush its cache",
                     fix="pause first, or send reset_running_requests: true",
@@ -243,33 +224,29 @@ class OpHandlers:
         return worker_ops.FlushReply(flushed=True)
 
     async def _abort_requests(self, body: worker_ops.AbortRequests, fence: int) -> worker_ops.AbortedReply:
-        ids = self._named(body.request_ids) if body.request_ids is not None else None
-        return worker_ops.AbortedReply(aborted=await self._engine.run(self._adapter.abort(ids)))
+        ids = self.named(body.request_ids) if body.request_ids is not None else None
+        return worker_ops.AbortedReply(aborted=await self.engine.run(self.adapter.abort(ids)))
 
     # ---- weights ----
 
     async def _init_transport(self, body: update_requests.InitTransport, fence: int) -> ByRank:
-        self._updates.check_backend(body.backend)
+        self.updates.check_backend(body.backend)
         config = body.model_dump()
         offsets = config.pop("rank_offsets", None)  # for a group: one message has the offset of each worker
         if offsets is not None:
-            config["rank_offset"] = offsets.get(self._state.instance_id)
-        return ByRank(worker_ops.DoneReply(), await asyncio.to_thread(self._adapter.init_transport, config))
+            config["rank_offset"] = offsets.get(self.core.state.instance_id)
+        return ByRank(worker_ops.DoneReply(), await asyncio.to_thread(self.adapter.init_transport, config))
 
     async def _destroy_transport(self, body: update_requests.DestroyTransport, fence: int) -> ByRank:
-        self._updates.check_backend(body.backend)
-        ranks = await asyncio.to_thread(self._adapter.destroy_transport, body.backend, body.group)
+        self.updates.check_backend(body.backend)
+        ranks = await asyncio.to_thread(self.adapter.destroy_transport, body.backend, body.group)
         return ByRank(worker_ops.DoneReply(), ranks)
 
-    async def _prepare(self, body: update_requests.ReceiveRequest, fence: int) -> update_requests.PreparedReply:
-        self._state.check_weights_here()
-        return await self._calls.prepare(body, fence)
-
     async def _open_relay(self, body: relay.OpenRelay, fence: int) -> relay.OpenRelayReply:
-        places = self._member_info.get("nodes") or [self._member_info]
+        places = self.member_info.get("nodes") or [self.member_info]
         if body.workers == 1 and len(places) == 1:
             return relay.OpenRelayReply(relay=[])
-        found = await asyncio.to_thread(self._adapter.relay_addresses)
+        found = await asyncio.to_thread(self.adapter.relay_addresses)
         hosts = [str(place["host"]) for place in places]
         return relay.OpenRelayReply(
             relay=[
@@ -278,61 +255,43 @@ class OpHandlers:
             ]
         )
 
-    async def _listen(self, body: update_requests.ReceiveRequest, fence: int) -> update_requests.ListeningReply:
-        self._state.check_weights_here()
-        return await self._calls.listen(body, fence)
-
     async def _receive_part(self, body: update_requests.ReceivePart, fence: int) -> update_requests.PartReply:
-        self._state.check_fence(fence)
-        missing = await self._updates.receive_part(body, fence)
+        self.core.state.check_fence(fence)
+        missing = await self.updates.receive_part(body, fence)
         return update_requests.PartReply(
             tensors=len(body.names), bytes=sum(spec.nbytes for spec in body.specs), missing=missing
         )
 
     def _follow_record(self, body: update_requests.FollowRecord, fence: int) -> update_requests.FollowedReply:
-        self._record.learn(body.record, body.sequence)
-        known = self._core.record
+        self.record.learn(body.record, body.sequence)
+        known = self.core.record
         return update_requests.FollowedReply(sequence=known.sequence if known is not None else None)
 
-    async def _commit(self, body: update_requests.Commit, fence: int) -> update_requests.CommittedReply:
-        return await self._calls.commit(body, fence)
-
-    async def _abort_update(
-        self, body: update_requests.AbortUpdate, fence: int
-    ) -> update_requests.AbortUpdateReply:
-        return update_requests.AbortUpdateReply(discarded=await self._calls.abort(body.update_id, fence))
-
-    async def _update_weights(
-        self, body: update_requests.UpdateWeights, fence: int
-    ) -> update_requests.CommittedReply:
-        self._state.check_weights_here()
-        return await self._calls.take_alone(body, fence)
-
     async def _check_weights(self, body: worker_ops.CheckWeights, fence: int) -> Mapping[str, Any]:
-        self._state.check_weights_here()
-        checks = require(self._adapter, CanCheckWeights)
-        async with self._changes.turn(fence, blocks=True):
+        self.core.state.check_weights_here()
+        checks = require(self.adapter, CanCheckWeights)
+        async with self.changes.turn(fence, blocks=True):
             if body.closed:
-                self._state.close("checking")
-                self._tell()
+                self.core.state.close("checking")
+                self.tell()
             try:
                 if body.action == "reset_tensors":
                     await self._lose_to_reset()
                 scope = CheckScope(tuple(body.skip_tensor_list), body.per_tensor)
-                ranks = await self._engine.run(checks.check_weights(body.action, scope))
+                ranks = await self.engine.run(checks.check_weights(body.action, scope))
             except BaseException:
                 if body.action == "reset_tensors":
-                    self._core.check_ended()
-                    self._changes.look()
+                    self.core.check_ended()
+                    self.changes.look()
                 raise
             finally:
-                self._state.open("checking")
-                self._tell()
+                self.core.state.open("checking")
+                self.tell()
             if body.action == "snapshot":
-                self._core.snapshot_taken()
+                self.core.snapshot_taken()
             elif body.action == "compare":
-                self._core.check_ended()
-                self._changes.look()
+                self.core.check_ended()
+                self.changes.look()
         reply = worker_ops.CheckWeightsReply(ranks=ranks)
         # A message has no room for every tensor's hash twice.
         return reply if body.per_tensor else ByRank(reply, ranks)
@@ -341,41 +300,41 @@ class OpHandlers:
         """Closes the worker before its weights are overwritten. If a check waits for an update, the engine is frozen
         too: its requests would run on noise. The swap resumes it."""
         why = "reset_tensors overwrote the weights"
-        waits = self._core.weights_reset(time.monotonic())
+        waits = self.core.weights_reset(time.monotonic())
         if waits:
             why += f": an update brings others, or the worker heals after the compare, or {CHECK_S:g} s"
-        await self._memory.weights_are_gone(why)
+        await self.memory.weights_are_gone(why)
         if waits:
-            await self._changes.freeze("keep", None)
+            await self.changes.freeze("keep", None)
 
     # ---- memory ----
 
     async def _release_memory(self, body: worker_ops.MemoryTags, fence: int) -> worker_ops.MemoryReply:
-        async with self._changes.turn(fence, blocks=True):
-            await self._memory.release(body.tags)
-        return worker_ops.MemoryReply(tags=sorted(self._state.released))
+        async with self.changes.turn(fence, blocks=True):
+            await self.memory.release(body.tags)
+        return worker_ops.MemoryReply(tags=sorted(self.core.state.released))
 
     async def _resume_memory(self, body: worker_ops.MemoryTags, fence: int) -> worker_ops.MemoryReply:
-        async with self._changes.turn(fence, blocks=True):
-            await self._memory.resume(body.tags)
-        return worker_ops.MemoryReply(tags=sorted(self._state.released))
+        async with self.changes.turn(fence, blocks=True):
+            await self.memory.resume(body.tags)
+        return worker_ops.MemoryReply(tags=sorted(self.core.state.released))
 
     # ---- admission ----
 
     def _set_admission(self, body: worker_ops.SetAdmission, fence: int) -> worker_ops.AdmissionState:
         if body.open:
-            self._state.open("disabled")
-            self._state.open("draining")
-            self._core.enabled()  # heals at once, without the wait between two tries
-            self._changes.look()
+            self.core.state.open("disabled")
+            self.core.state.open("draining")
+            self.core.enabled()  # heals at once, without the wait between two tries
+            self.changes.look()
         else:
-            self._state.close("disabled")
-        self._tell()
-        return self._state.admission()
+            self.core.state.close("disabled")
+        self.tell()
+        return self.core.state.admission()
 
     async def _drain_now(self, body: worker_ops.Drain, fence: int) -> worker_ops.DrainReply:
-        drained = await self._drain(body.timeout_s)
-        aborted = 0 if drained else await self._engine.run(self._adapter.abort(None))
+        drained = await self.drain(body.timeout_s)
+        aborted = 0 if drained else await self.engine.run(self.adapter.abort(None))
         return worker_ops.DrainReply(drained=drained, aborted=aborted)
 
 

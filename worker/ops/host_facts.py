@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane._util.own_version import own_version
+from rl_plane._util.tasks import on_daemon_thread
 from rl_plane.errors import PlaneError
 from rl_plane.protocol.worker_ops import HostReply, RootReply
 from rl_plane.weights.rooted_files import check_beneath
@@ -61,27 +62,16 @@ class HostFacts:
         an earlier one still does."""
         if not self._looking.acquire(blocking=False):
             return None
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[RootReply]] = loop.create_future()
 
-        def settle(found: list[RootReply]) -> None:
-            if not answer.done():
-                answer.set_result(found)
-
-        def work() -> None:
+        def work() -> list[RootReply]:
             try:
-                found = look()
+                return look()
             finally:
                 self._looking.release()
-            try:
-                loop.call_soon_threadsafe(settle, found)
-            except RuntimeError:
-                return  # the loop has ended
 
-        threading.Thread(target=work, name="look", daemon=True).start()
         try:
             async with asyncio.timeout(self._look_s):
-                return await answer
+                return await on_daemon_thread(work)
         except TimeoutError:
             return None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -337,7 +337,7 @@ def receive(
     try:
         stream = DigestingStream(
             delivery,
-            tied=_check_fits(holder, delivery, kind, cast),
+            tied=check_fits(holder, delivery, kind, cast),
             expected_digest=expected_digest,
             algorithm=algorithm,
             places=area.find,
@@ -395,36 +395,9 @@ def _may_be_delta(spec: TensorSpec, of: TensorSpec) -> bool:
     return spec.dtype == "U8" and len(spec.shape) == 1 and spec.nbytes <= longest
 
 
-def hashed(
-    tensors: Mapping[str, HostTensor], algorithm: DigestAlgorithm, cancelled: Callable[[], bool]
-) -> dict[str, HostTensor]:
-    """Returns the tensors with the digests of the bytes that they have now."""
-    made = {}
-    for name, tensor in tensors.items():
-        if cancelled():
-            raise EngineFailed("staging was cancelled")
-        made[name] = replace(tensor, digest=tensor_digest(tensor.data, algorithm))
-    return made
-
-
-def digest_of(tensors: Mapping[str, HostTensor]) -> str:
-    """Returns the digest of the version that has these tensors, which are `hashed`."""
-    return tensors_digest((name, tensor.spec, tensor.digest or "") for name, tensor in tensors.items())
-
-
-def check_staged(holder: WeightHolder, delivery: Delivery, kind: Kind, *, cast: bool) -> None:
-    """Checks what `receive` checks before it takes a byte, so that a trainer hears of it before it pushes. Closes the
-    delivery when it raises."""
-    try:
-        _check_fits(holder, delivery, kind, cast)
-    except BaseException:
-        delivery.close()
-        raise
-
-
-def _check_fits(holder: WeightHolder, delivery: Delivery, kind: Kind, cast: bool) -> Mapping[str, str]:
-    """Checks that the tensors are those that the model needs. Returns the names that the model ties, as
-    `tied_tensors`."""
+def check_fits(holder: WeightHolder, delivery: Delivery, kind: Kind, cast: bool) -> Mapping[str, str]:
+    """Checks that the tensors are those that the model needs, before a byte of them comes. Returns the names that the
+    model ties, as `tied_tensors`."""
     if kind == "base":
         tied = holder.tied_tensors()
         check_specs(holder.weight_spec(), tied, delivery.specs, cast)
@@ -438,13 +411,9 @@ def _check_fits(holder: WeightHolder, delivery: Delivery, kind: Kind, cast: bool
 
 
 def check_overwrite(holder: WeightHolder, delivery: Delivery, *, cast: bool, expected_digest: str | None) -> None:
-    """Checks what `overwrite` checks before it uses the engine. Closes the delivery when it raises."""
-    try:
-        tied = _check_fits(holder, delivery, "base", cast)
-        DigestingStream(delivery, tied=tied, expected_digest=expected_digest).check_stated()
-    except BaseException:
-        delivery.close()
-        raise
+    """Checks what `overwrite` checks before it uses the engine."""
+    tied = check_fits(holder, delivery, "base", cast)
+    DigestingStream(delivery, tied=tied, expected_digest=expected_digest).check_stated()
 
 
 def overwrite(
@@ -465,7 +434,7 @@ def overwrite(
     try:
         stream = DigestingStream(
             delivery,
-            tied=_check_fits(holder, delivery, "base", cast),
+            tied=check_fits(holder, delivery, "base", cast),
             expected_digest=expected_digest,
             algorithm=algorithm,
             cancelled=cancelled,
@@ -479,17 +448,14 @@ def overwrite(
 
 
 def model_digest(
-    directory: Path,
-    roots: Iterable[Path] | None = None,
-    tied: Mapping[str, str] | None = None,
-    algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
+    directory: Path, tied: Mapping[str, str] | None = None, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM
 ) -> str:
     """Returns the version digest of a model directory's safetensors files. Reads their bytes, in bounded memory, even
     if there is a manifest.
 
-    `roots`: refuses files outside of them; None: the directory is the operator's own choice. `tied`: the ties of the
-    engine that has loaded the directory; InvalidWeights if the engine serves other weights than the digest says."""
-    checkpoint = open_checkpoint(directory, None if roots is None else list(roots), field="model")
+    `tied`: the ties of the engine that has loaded the directory; InvalidWeights if the engine serves other weights than
+    the digest says."""
+    checkpoint = open_checkpoint(directory, field="model")
     try:
         _check_ties(tied or {}, checkpoint.specs, "model", OWN_TIE_FIX)
         digests = checkpoint.tensor_digests(algorithm)

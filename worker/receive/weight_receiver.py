@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from rl_plane._util.plugins import TRANSPORTS, plugins
@@ -51,12 +51,10 @@ from worker.receive.received_bytes import ReceivedBytes
 from worker.receive.staging import (
     FLOAT_DTYPES,
     check_deltas,
+    check_fits,
     check_overwrite,
     check_some,
     check_specs,
-    check_staged,
-    digest_of,
-    hashed,
     overwrite,
     receive,
 )
@@ -225,18 +223,22 @@ class Receiver:
         at = self._host_number
         plan = request.relay[at] if at < len(request.relay) else None
         delivery = self._open(request.transport, _kind(request), plan)
-        _check_canary(request, delivery, limits)
-        if isinstance(delivery, PartwiseDelivery):
-            wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
-            delivery.expect(wanted, tied, partial(_check_part, tied, request.cast))
-            self._partwise = {staging: delivery}
-        if request.base is not None:
-            self._check_changes(request, request.base, delivery)
-        elif request.in_place:
-            check_overwrite(self.holder, delivery, cast=request.cast, expected_digest=request.digest)
-        else:
-            check_staged(self.holder, delivery, _kind(request), cast=request.cast)
-            self._check_room(request, delivery)
+        try:
+            _check_canary(request, delivery, limits)
+            if isinstance(delivery, PartwiseDelivery):
+                wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
+                delivery.expect(wanted, tied, lambda needed, part: check_specs(needed, tied, part, request.cast))
+                self._partwise = {staging: delivery}
+            if request.base is not None:
+                self._check_changes(request, request.base, delivery)
+            elif request.in_place:
+                check_overwrite(self.holder, delivery, cast=request.cast, expected_digest=request.digest)
+            else:
+                check_fits(self.holder, delivery, _kind(request), request.cast)
+                check_room(_nbytes(delivery), 0 if request.adapter is not None else self._spare_bytes())
+        except BaseException:
+            delivery.close()
+            raise
         self.received.begin(_nbytes(delivery))
         self.opened[staging] = (request, delivery)
 
@@ -387,40 +389,26 @@ class Receiver:
         if kept is not None:
             self._pool.give_back(kept.area)
 
-    def _check_room(self, request: ReceiveRequest, delivery: Delivery) -> None:
-        """InvalidRequest if there is no memory for the delivery. Closes the delivery when it raises."""
-        freed = 0
-        if request.adapter is None:
-            freed = self._pool.spare_bytes + (0 if self._kept is None else self._kept.area.nbytes)
-        try:
-            check_room(_nbytes(delivery), freed)
-        except BaseException:
-            delivery.close()
-            raise
+    def _spare_bytes(self) -> int:
+        """The memory that base weights take over from earlier ones."""
+        return self._pool.spare_bytes + (0 if self._kept is None else self._kept.area.nbytes)
 
     # ---- deltas and partial versions ----
 
     def _check_changes(self, request: ReceiveRequest, base: str, delivery: Delivery) -> None:
-        """Checks that changes fit this model, and that their base can be had. Closes the delivery when it raises."""
-        try:
-            self._check_specs(request.encoding, delivery)
-            if not (self._is_there(request) or self._may_fit(request, delivery)):
-                missing_links(self._changeable(), request.base_chain, base)
-            check_room(_nbytes(delivery))
-        except BaseException:
-            delivery.close()
-            raise
+        """Checks that changes fit this model, and that their base can be had."""
+        self._check_specs(request.encoding, delivery)
+        kept = self._changeable()
+        is_there = kept is not None and kept.digest == request.digest  # for example because the swap failed
+        if not (is_there or self._may_fit(request, delivery)):
+            missing_links(kept, request.base_chain, base)
+        check_room(_nbytes(delivery))
 
     def _check_specs(self, encoding: Encoding, delivery: Delivery) -> None:
         if encoding == "partial":
             check_some(self.holder.weight_spec(), self.holder.tied_tensors(), delivery.specs)
         else:
             check_deltas(self.holder.weight_spec(), delivery.specs)
-
-    def _is_there(self, request: ReceiveRequest) -> bool:
-        """Returns whether the copy is the result already, for example because the swap failed."""
-        kept = self._changeable()
-        return kept is not None and kept.digest == request.digest
 
     def _changeable(self) -> KeptCopy | None:
         """The copy, if a delta or a partial version can change it."""
@@ -495,7 +483,7 @@ class Receiver:
         """Finds out whether the update or the copy is wrong. A damaged copy is dropped, and the error is NotAtBase."""
         if known is None:
             return
-        if digest_of(hashed(known.tensors, algorithm_of(known.digest), cancelled)) != known.digest:
+        if replace(known, digests={}).hashed(cancelled).digest != known.digest:
             raise NotAtBase(
                 f"this worker's copy of {known.digest} was damaged in memory",
                 field="base",
@@ -563,7 +551,7 @@ class Receiver:
     # ---- transports ----
 
     def _open(self, transport: Transport, kind: Kind, plan: RelayPlan | None = None) -> Delivery:
-        by, request = self._transport(transport.backend), transport.model_dump()
+        by, request = self.transports[transport.backend], transport.model_dump()
         if plan is not None and isinstance(by, RelayingTransport):
             return by.open_relayed(request, kind, plan)
         return by.open(request, kind)
@@ -582,19 +570,16 @@ class Receiver:
             transport.end_relay()
 
     def init_transport(self, config: Mapping[str, Any]) -> None:
-        self._transport(config["backend"]).init(config)
+        self.transports[config["backend"]].init(config)
 
     def destroy_transport(self, backend: str, group: str | None = None) -> None:
-        transport = self._transport(backend)
+        transport = self.transports[backend]
         if group is None:
             transport.destroy()
         elif isinstance(transport, GroupedTransport):
             transport.leave(group)
         else:
             raise InvalidRequest(f"{backend} has no groups", field="group", fix="leave it out")
-
-    def _transport(self, backend: str) -> WeightTransport:
-        return self.transports[backend]
 
 
 def _kind(request: ReceiveRequest) -> Kind:
@@ -609,26 +594,15 @@ def _widest(spec: TensorSpec) -> TensorSpec:
     return TensorSpec("F64", spec.shape) if spec.dtype in FLOAT_DTYPES else spec
 
 
-def _check_part(
-    tied: Mapping[str, str], cast: bool, wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]
-) -> None:
-    check_specs(wanted, tied, offered, cast)
-
-
 def _check_canary(request: ReceiveRequest, delivery: Delivery, limits: CanaryLimits | None) -> None:
-    """InvalidRequest for a `canary.json` that is broken, or that the engine can't score. Closes the delivery when it
-    raises. An update that gives its own canary, or `off`, does not look at the file."""
+    """InvalidRequest for a `canary.json` that is broken, or that the engine can't score. An update that gives its own
+    canary, or `off`, does not look at the file."""
     if delivery.canary is None:
         return
     if not request.canary_file:
         delivery.canary = None
         return
-    try:
-        if isinstance(delivery.canary, InvalidRequest):
-            raise delivery.canary
-        if limits is None:
-            return
+    if isinstance(delivery.canary, InvalidRequest):
+        raise delivery.canary
+    if limits is not None:
         check_vocabulary(delivery.canary, limits["vocab_size"], limits["max_model_len"], CANARY_NAME)
-    except BaseException:
-        delivery.close()
-        raise

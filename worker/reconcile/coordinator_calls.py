@@ -5,9 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rl_plane.errors import Conflict, InvalidRequest, NotPrepared
 from rl_plane.protocol.update_requests import (
+    AbortUpdate,
+    AbortUpdateReply,
     Commit,
     CommittedReply,
     ListeningReply,
@@ -26,28 +29,20 @@ from worker.reconcile.staged_updates import WeightUpdates
 from worker.reconcile.worker_core import WorkerCore
 
 
+@dataclass(eq=False)
 class CoordinatorCalls:
     """The update ops of one worker. `model`: where the weights lie that it was started with."""
 
-    def __init__(
-        self,
-        core: WorkerCore,
-        record: RecordWatch,
-        changes: EngineChanges,
-        updates: WeightUpdates,
-        model: Transport,
-        tell: Callable[[], None],
-    ) -> None:
-        self._core = core
-        self._state = core.state
-        self._record = record
-        self._changes = changes
-        self._updates = updates
-        self._model = model
-        self._tell = tell
+    _core: WorkerCore
+    _record: RecordWatch
+    _changes: EngineChanges
+    _updates: WeightUpdates
+    _model: Transport
+    _tell: Callable[[], None]
 
     async def prepare(self, request: ReceiveRequest, fence: int) -> PreparedReply:
         """Receives and verifies the weights, in staging or over the served ones."""
+        self._core.state.check_weights_here()
         with self._updates.coming(request.update_id):
             return await self._prepare(request, fence)
 
@@ -59,11 +54,12 @@ class CoordinatorCalls:
         if not request.in_place:
             return await self._updates.prepare(request, fence)
         async with self._changes.turn(fence):
-            self._state.check_weights_here()
+            self._core.state.check_weights_here()
             return await self._changes.overwrite(request, fence, request.pause_mode, None)
 
     async def listen(self, request: ReceiveRequest, fence: int) -> ListeningReply:
         """Begins like `prepare`, but answers as soon as every rank listens."""
+        self._core.state.check_weights_here()
         if request.transport is None or request.staging == "none":
             raise InvalidRequest(
                 "a worker listens only for weights that it stages", field="transport", fix="use prepare_update"
@@ -76,7 +72,7 @@ class CoordinatorCalls:
     def _check(self, request: ReceiveRequest) -> None:
         """Refuses a request that this worker or its engine can't carry out."""
         backend = request.transport.backend if request.transport is not None else None
-        self._updates.check(request.adapter, request.staging, backend, self._state.adapters)
+        self._updates.check(request.adapter, request.staging, backend, self._core.state.adapters)
 
     async def commit(self, body: Commit, fence: int) -> CommittedReply:
         """Carries out the coordinator's decision: swaps what is staged."""
@@ -104,17 +100,18 @@ class CoordinatorCalls:
         self._tell()
         return done
 
-    async def abort(self, update_id: str | None, fence: int) -> bool:
-        """Drops what is received or staged for an undecided update. Returns whether there was anything."""
+    async def abort(self, body: AbortUpdate, fence: int) -> AbortUpdateReply:
+        """Drops what is received or staged for an undecided update."""
         await self._record.read()
-        self._state.check_fence(fence)
-        self._core.check_undecided(update_id)
-        found = await self._updates.drop(update_id)
+        self._core.state.check_fence(fence)
+        self._core.check_undecided(body.update_id)
+        found = await self._updates.drop(body.update_id)
         self._changes.look()
-        return found
+        return AbortUpdateReply(discarded=found)
 
     async def take_alone(self, body: UpdateWeights, fence: int) -> CommittedReply:
         """Prepares and commits on this worker only. Refuses any version but the committed one."""
+        self._core.state.check_weights_here()
         await self._record.read()
         record = self._core.record
         assert record is not None
@@ -141,13 +138,13 @@ class CoordinatorCalls:
                 fix="update the fleet: POST /v1/rl/update_weights, or RlClient.update_weights",
             )
         async with self._changes.turn(fence):
-            self._state.check_weights_here()
+            self._core.state.check_weights_here()
             staged, done = self._core.staged, None
             if staged is not None and staged.update_id == request.update_id:
                 swap = Swap(request.update_id, None, record.version, body.policy.pause_mode)
                 pause_s = DEFAULT_PAUSE_LEASE_S if body.policy.keep_pause else 0.0
                 done = await self._changes.step(swap, pause_s, None)
-            elif self._state.version == record.version:  # the worker's own loop was faster
+            elif self._core.state.version == record.version:  # the worker's own loop was faster
                 done = self._changes.last_commit
         self._changes.look()
         if done is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.lock import fence_of
@@ -20,24 +21,16 @@ from worker.reconcile.worker_core import WorkerCore
 log = logging.getLogger("worker.reconcile.coordinator_watch")
 
 
+@dataclass(eq=False)
 class CoordinatorWatch:
     """Asks, at each tick, whether the coordinator that this worker depends on still holds the lock."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        subjects: Subjects,
-        core: WorkerCore,
-        record: RecordWatch,
-        changes: EngineChanges,
-        updates: WeightUpdates,
-    ) -> None:
-        self._bus = bus
-        self._bucket = subjects.state
-        self._core = core
-        self._record = record
-        self._changes = changes
-        self._updates = updates
+    _bus: Bus
+    _subjects: Subjects
+    _core: WorkerCore
+    _record: RecordWatch
+    _changes: EngineChanges
+    _updates: WeightUpdates
 
     async def tick(self) -> None:
         """Staged weights, a receive and a rolling update need their coordinator. If it is gone, the record decides."""
@@ -49,10 +42,10 @@ class CoordinatorWatch:
         # The order of the reads matters: when a session has ended, its update was decided or aborted before, and the
         # record, read last, says which.
         before = self._core.record
-        fence, held = fence_of(await self._bus.get(self._bucket, LOCK))
+        fence, held = fence_of(await self._bus.get(self._subjects.state, LOCK))
         if self._core.coordinator_holds(fence, held, time.monotonic()):
             return  # the usual case: if a thousand workers read on here, the store's leader would delay the update
-        session = await read_session(self._bus, self._bucket)
+        session = await read_session(self._bus, self._subjects.state)
         await self._record.read()
         if self._core.record is not before:
             return  # a newer decision has another coordinator, and the lock was read before it
@@ -81,12 +74,12 @@ class CoordinatorWatch:
         """Makes the store refuse any decision of the coordinator with this fence, which would need what is staged here.
 
         Returns False if the record has changed meanwhile."""
-        entry = await self._bus.get(self._bucket, RECORD)
+        entry = await self._bus.get(self._subjects.state, RECORD)
         if entry is None or record_of(entry) != self._core.record:
             await self._record.read()
             return False
         try:
-            return await bar(self._bus, self._bucket, entry, fence)
+            return await bar(self._bus, self._subjects.state, entry, fence)
         except PermissionDenied:
             await self._record.ask_frontends()
             return False

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from rl_plane._util import tracing
 from rl_plane.errors import EngineFailed, InvalidRequest
@@ -32,32 +33,23 @@ SCORE_S = OPS["commit_update"].timeout_s
 """A canary is a prefill of at most 2,048 tokens; an engine on a CPU with a large model takes seconds for it."""
 
 
+@dataclass(eq=False)
 class EngineChanges:
     """Owns the lock under which the engine changes, and carries out each change.
 
     `tell` publishes the worker's state after a change. `due` is set when the worker's next step may be another one.
     """
 
-    def __init__(
-        self,
-        core: WorkerCore,
-        adapter: EngineAdapter,
-        engine: EngineLoop,
-        watch: EngineWatch,
-        updates: WeightUpdates,
-        tell: Callable[[], None],
-    ) -> None:
-        self.changing = asyncio.Lock()
-        """Held during each change of the engine."""
-        self.due = asyncio.Event()
-        self.last_commit: CommittedReply | None = None
-        self._core = core
-        self._state = core.state
-        self._adapter = adapter
-        self._engine = engine
-        self._watch = watch
-        self._updates = updates
-        self._tell = tell
+    _core: WorkerCore
+    _adapter: EngineAdapter
+    _engine: EngineLoop
+    _watch: EngineWatch
+    _updates: WeightUpdates
+    _tell: Callable[[], None]
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Held during each change of the engine."""
+    due: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    last_commit: CommittedReply | None = field(default=None, init=False)
 
     def look(self) -> None:
         """Wakes the worker's own loop: its next step may be another one now."""
@@ -69,7 +61,7 @@ class EngineChanges:
 
         `blocks`: the engine may not answer meanwhile, so the hang timer stops."""
         async with self.changing:
-            self._state.check_fence(fence)
+            self._core.state.check_fence(fence)
             with self._watch.blocking() if blocks else contextlib.nullcontext():
                 yield
 
@@ -79,20 +71,20 @@ class EngineChanges:
         """Pauses generation. Returns whether the engine cleared its cache.
 
         No request can end in an engine that may not run. There, `wait` means `keep`."""
-        if mode == "wait" and not self._state.may_run:
+        if mode == "wait" and not self._core.state.may_run:
             mode = "keep"
         return await self._engine.run(self._adapter.pause(mode, clear_cache))
 
     async def resume(self) -> None:
         """Resumes generation. An engine that may not run stays frozen until it may."""
-        if self._state.may_run:
+        if self._core.state.may_run:
             await self._engine.run(self._adapter.resume())
-        self._state.resume()
+        self._core.state.resume()
 
     async def flush_cache(self, reset_running: bool) -> bool:
         """Returns whether the engine dropped its prefix cache. `reset_running`: freezes running requests meanwhile,
         because an engine drops the KV of frozen requests only."""
-        freezes = reset_running and self._state.pause_mode is None and self._state.may_run
+        freezes = reset_running and self._core.state.pause_mode is None and self._core.state.may_run
         if freezes:
             await self.freeze("keep", None)
         try:
@@ -107,7 +99,7 @@ class EngineChanges:
         `bound_s`: how long the pause may take. None: until the caller's deadline, which the dispatcher enforces."""
         try:
             async with asyncio.timeout(bound_s):
-                await self.pause(mode if self._state.pause_mode is None else "keep", False)
+                await self.pause(mode if self._core.state.pause_mode is None else "keep", False)
         except TimeoutError as error:
             raise EngineFailed("the engine did not pause in time") from error
         self._watch.answered()  # the pause is an answer, so the next silence counts from here
@@ -144,7 +136,7 @@ class EngineChanges:
             waits = False
             if freezing is not None:
                 freezing.cancel()  # the receive outlives its caller, but the caller's deadline bounds the pause
-            if self._state.digest is None:
+            if self._core.state.digest is None:
                 self._core.overwrite_failed()
             self.look()
             raise
@@ -159,7 +151,7 @@ class EngineChanges:
         if isinstance(step, Relabel):
             if pause_s:  # before the worker opens, or it would serve meanwhile
                 await self.freeze(step.record.pause_mode, freeze_s)
-            self._state.keep_paused(step.record.pause_mode, time.monotonic(), pause_s)
+            self._core.state.keep_paused(step.record.pause_mode, time.monotonic(), pause_s)
             self._adapter.set_version(step.record.version)
             for name, version in step.record.held.adapters.items():
                 require(self._adapter, CanLoadAdapters).set_adapter_version(name, version)
@@ -169,7 +161,7 @@ class EngineChanges:
 
     async def _swap(self, swap: Swap | Unload, pause_s: float, freeze_s: float | None) -> CommittedReply:
         """Pauses, swaps, flushes and resumes. Generation that was paused before stays paused."""
-        state, core = self._state, self._core
+        state, core = self._core.state, self._core
         start = time.monotonic()
         was_paused = state.pause_mode is not None
         swapped = False
@@ -215,7 +207,7 @@ class EngineChanges:
         assert made is not None
         done = CommittedReply(version=made.to_wire(), cache_flushed=flushed, swap_s=swap_s)
         self.last_commit = done
-        log.info("%s holds %s", self._state.instance_id, made.label)
+        log.info("%s holds %s", self._core.state.instance_id, made.label)
         return done
 
     async def _exchange(self, swap: Swap | Unload) -> bool:
@@ -261,6 +253,6 @@ class EngineChanges:
             scores = Scores(canary.sequences, [], error.message)
         core.scored(scores, time.monotonic())
         if core.numerics.flow == "cut":
-            log.error("%s: %s", self._state.instance_id, self._state.closed.get("numerics"))
+            log.error("%s: %s", self._core.state.instance_id, self._core.state.closed.get("numerics"))
             await self._engine.run(self._adapter.abort(None))
         self._tell()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.record import DesiredMemory
@@ -24,32 +25,22 @@ memory at once, so the release waits this long for such requests."""
 LOOK_S = 0.01
 
 
+@dataclass(eq=False)
 class EngineMemory:
     """Releases and resumes memory. The caller holds the lock of EngineChanges. `tell` publishes the worker's state."""
 
-    def __init__(
-        self,
-        core: WorkerCore,
-        adapter: EngineAdapter,
-        engine: EngineLoop,
-        info: EngineInfo,
-        updates: WeightUpdates,
-        changes: EngineChanges,
-        tell: Callable[[], None],
-    ) -> None:
-        self._core = core
-        self._state = core.state
-        self._adapter = adapter
-        self._engine = engine
-        self._info = info
-        self._updates = updates
-        self._changes = changes
-        self._tell = tell
+    _core: WorkerCore
+    _adapter: EngineAdapter
+    _engine: EngineLoop
+    _info: EngineInfo
+    _updates: WeightUpdates
+    _changes: EngineChanges
+    _tell: Callable[[], None]
 
     async def release(self, tags: Sequence[str]) -> None:
         """Freezes the engine, then releases memory. A request that still reaches the engine waits for all memory."""
         self._info.require("release_memory", "op")
-        state = self._state
+        state = self._core.state
         before = set(state.released)
         froze = state.pause_mode is None and state.may_run
         state.release(tags)
@@ -71,7 +62,7 @@ class EngineMemory:
             if any(self._adapter.load()):
                 raise InvalidRequest("requests are running", field="tags", fix="pause first, then release memory")
         # An earlier release may have failed, so a frozen engine is paused too.
-        if self._state.pause_mode is None:
+        if self._core.state.pause_mode is None:
             await self._adapter.pause("keep", False)
         try:
             await require(self._adapter, CanReleaseMemory).release_memory(list(tags))
@@ -81,7 +72,7 @@ class EngineMemory:
             raise
 
     async def resume(self, tags: Sequence[str]) -> None:
-        state = self._state
+        state = self._core.state
         if not state.released:
             return  # also for an engine that can't release memory, in a fleet that has released it
         await self._engine.run(require(self._adapter, CanReleaseMemory).resume_memory(list(tags)))
@@ -96,7 +87,7 @@ class EngineMemory:
         self._tell()
 
     async def weights_are_gone(self, reason: str) -> None:
-        self._state.lose_weights(reason)
+        self._core.state.lose_weights(reason)
         coming, staged = self._updates.receiving, self._core.staged
         if coming is not None and coming.request.in_place:
             await self._updates.drop(coming.update_id)  # the receive has outlived its caller
@@ -107,16 +98,16 @@ class EngineMemory:
 
     async def follow(self, desired: DesiredMemory) -> None:
         """Releases or resumes what the fleet did while this worker was away. A failure goes to the log."""
-        wanted = desired.of(self._state.instance_id)
+        wanted = desired.of(self._core.state.instance_id)
         try:
-            if missing := self._state.released - wanted:
+            if missing := self._core.state.released - wanted:
                 await self.resume(_in_order(missing))
-            if left := wanted - self._state.released:
+            if left := wanted - self._core.state.released:
                 await self.release(_in_order(left))
         except PlaneError as error:
             log.error(
                 "%s could not release or resume memory like the fleet (released there: %s): %s",
-                self._state.instance_id,
+                self._core.state.instance_id,
                 ", ".join(sorted(wanted)) or "none",
                 error,
             )

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.bus.connection import Bus
@@ -32,35 +33,21 @@ FREEZE_S = OPS["commit_update"].timeout_s
 first. Then it tries again. A change that a coordinator asks for waits until the coordinator's deadline."""
 
 
+@dataclass(eq=False)
 class RecordFollower:
     """Keeps the weights of one worker at the committed version. `tell` publishes the worker's state."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        subjects: Subjects,
-        core: WorkerCore,
-        adapter: EngineAdapter,
-        engine: EngineLoop,
-        record: RecordWatch,
-        changes: EngineChanges,
-        updates: WeightUpdates,
-        peers: Peers,
-        model: Transport,
-        tell: Callable[[], None],
-    ) -> None:
-        self._bus = bus
-        self._bucket = subjects.state
-        self._core = core
-        self._state = core.state
-        self._adapter = adapter
-        self._engine = engine
-        self._record = record
-        self._changes = changes
-        self._updates = updates
-        self._peers = peers
-        self._model = model
-        self._tell = tell
+    _bus: Bus
+    _subjects: Subjects
+    _core: WorkerCore
+    _adapter: EngineAdapter
+    _engine: EngineLoop
+    _record: RecordWatch
+    _changes: EngineChanges
+    _updates: WeightUpdates
+    _peers: Peers
+    _model: Transport
+    _tell: Callable[[], None]
 
     async def run(self) -> None:
         """Does what the core says, for ever."""
@@ -93,13 +80,13 @@ class RecordFollower:
         try:
             await self._carry_out(instruction)
         except BusUnreachable as error:
-            log.info("%s tries again later: %s", self._state.instance_id, error)
+            log.info("%s tries again later: %s", self._core.state.instance_id, error)
             return False
         except Exception as error:
             expected = isinstance(error, PlaneError)
             log.warning(
                 "%s is not at the committed version: %s",
-                self._state.instance_id,
+                self._core.state.instance_id,
                 why(error),
                 exc_info=not expected,
             )
@@ -107,7 +94,7 @@ class RecordFollower:
             if isinstance(instruction, Fetch) and isinstance(error, InvalidWeights) and not_fitting(error):
                 words = self._core.does_not_fit(instruction, words)
             self._core.fetch_failed(words, time.monotonic())
-            if self._state.digest is None:  # without weights, frozen requests could wait for ever
+            if self._core.state.digest is None:  # without weights, frozen requests could wait for ever
                 with contextlib.suppress(PlaneError):  # the requests of a dead engine have ended
                     await self._engine.run(self._adapter.abort(None))
             self._tell()
@@ -138,8 +125,8 @@ class RecordFollower:
             record = self._core.record
             # Read under the lock, like the ops `pause` and `resume`, which are recorded before the workers hear of
             # them.
-            desired = await read_pause(self._bus, self._bucket)
-            now = await self._bus.server_time(self._bucket) if desired.paused else 0.0
+            desired = await read_pause(self._bus, self._subjects.state)
+            now = await self._bus.server_time(self._subjects.state) if desired.paused else 0.0
             pause_s = desired.left_s(now)
             # During the update the store may not say yet that the fleet stays paused. No call can have resumed it.
             if record is not None and record.keep_pause and not record.final:
@@ -182,7 +169,7 @@ class RecordFollower:
 
         of_trainer = request.transport is not None and request.transport.backend in RELAYED
         if of_trainer and await self._peers.bring(digest, take):
-            log.info("%s took the weights from a peer", self._state.instance_id)
+            log.info("%s took the weights from a peer", self._core.state.instance_id)
             return
         try:
             if not refetchable:
@@ -195,4 +182,4 @@ class RecordFollower:
                 raise
             if of_trainer or not await self._peers.bring(digest, take):
                 raise
-            log.info("%s took the weights from a peer: %s", self._state.instance_id, why(error))
+            log.info("%s took the weights from a peer: %s", self._core.state.instance_id, why(error))

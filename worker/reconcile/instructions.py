@@ -18,13 +18,6 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
-    """Write this record over the leader's, if the leader's is still the one that was read. → Read again"""
-
-    record: DecisionRecord
-
-
-@dataclass(frozen=True, slots=True)
 class Relabel:
     """Set the labels of the record: its bytes are here already. → `relabelled`"""
 

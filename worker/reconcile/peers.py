@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
@@ -43,29 +44,21 @@ class _Offer(BaseModel):
     """The machine of the worker."""
 
 
+@dataclass(eq=False)
 class Peers:
     """One worker's offer, and its access to the offers of others."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        subjects: Subjects,
-        adapter: EngineAdapter,
-        transports: Collection[str],
-        host: str,
-        adapters: Callable[[], Collection[str]],
-    ) -> None:
-        """`host`: the name of this machine. `adapters()`: the digests of the adapters that the engine has loaded."""
-        self._bus = bus
-        self._host = host
-        self._offers = subjects.offers
-        self._key = bus.name
-        self._adapter = adapter
-        self._transports = transports
-        self._loaded = adapters
-        self._offered: list[dict[str, Any]] = []
-        self._offering = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+    _bus: Bus
+    _subjects: Subjects
+    _adapter: EngineAdapter
+    _transports: Collection[str]
+    _host: str
+    """The name of this machine."""
+    _loaded: Callable[[], Collection[str]]
+    """Returns the digests of the adapters that the engine has loaded."""
+    _offered: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _offering: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     def offer(self) -> None:
         """Writes in the background where other workers can fetch the engine's copies, if that has changed."""
@@ -82,10 +75,10 @@ class Peers:
             places = await asyncio.to_thread(self._adapter.offer, list(self._loaded()))
             if places != self._offered:
                 offer = {"places": places, "host": self._host}
-                await self._bus.ensure_bucket(self._offers)
-                await self._bus.put(self._offers, self._key, json.dumps(offer).encode())
+                await self._bus.ensure_bucket(self._subjects.offers)
+                await self._bus.put(self._subjects.offers, self._bus.name, json.dumps(offer).encode())
                 self._offered = places
-                await self._bus.keep_newest(self._offers, ">", OFFERS)
+                await self._bus.keep_newest(self._subjects.offers, ">", OFFERS)
                 log.info("%s offers its weights to other workers", self._bus.name)
         except PlaneError as error:
             log.warning("%s can't offer its weights to other workers: %s", self._bus.name, error)
@@ -95,17 +88,17 @@ class Peers:
     async def bring(self, digest: str, take: Callable[[Mapping[str, Any]], Awaitable[object]]) -> bool:
         """Calls `take(transport)` for peers that offer this digest, the nearest first. Returns whether one call
         succeeded. Raises Conflict if an update of the fleet is in the way."""
-        if not await self._bus.bucket_exists(self._offers):
+        if not await self._bus.bucket_exists(self._subjects.offers):
             return False
-        entries = await self._bus.list_keys(self._offers, ">")
+        entries = await self._bus.list_keys(self._subjects.offers, ">")
         found: dict[str, Transport] = {}
         hosts: dict[str, str] = {}
         for entry in entries:
-            offer = decoded(entry, _Offer.model_validate_json) if entry.key != self._key else None
+            offer = decoded(entry, _Offer.model_validate_json) if entry.key != self._bus.name else None
             for place in offer.places if offer is not None else ():
                 if offer is not None and place.digest == digest and place.transport.backend in self._transports:
                     found[entry.key], hosts[entry.key] = place.transport, offer.host
-        for key in nearest(self._key, self._host, hosts)[:TRIED]:
+        for key in nearest(self._bus.name, self._host, hosts)[:TRIED]:
             try:
                 await take(found[key].model_dump(exclude_unset=True))
             except Conflict:

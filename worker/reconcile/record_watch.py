@@ -83,7 +83,7 @@ class RecordWatch:
                 if before is not self._core.record:
                     self._on_news()
                 return
-            await self._restore(lost.record, entry)
+            await self._restore(lost, entry)
         raise BusUnreachable("the record could not be written")
 
     async def _replace_unreadable(self, entry: Entry | None) -> None:

@@ -33,7 +33,6 @@ from worker.reconcile.instructions import (
     Instruction,
     Read,
     Relabel,
-    Restore,
     ScoreCanary,
     StagedVersion,
     Swap,
@@ -130,15 +129,15 @@ class WorkerCore:
         asked_at: float,
         connection: tuple[str, int],
         now: float,
-    ) -> Restore | None:
+    ) -> DecisionRecord | None:
         """Takes the record of the store's leader, which confirms the serving lease.
 
-        Returns Restore if the leader has lost the record that this worker knows. On an empty store, the first worker
-        fixes sequence 0 by its own model."""
+        Returns the record to write over the leader's, if the leader has lost the one that this worker knows. On an
+        empty store, the first worker fixes sequence 0 by its own model."""
         if record is None:
-            return Restore(self.record or first_record(self.model_digest))
+            return self.record or first_record(self.model_digest)
         if self.record is not None and newer(self.record, record):
-            return Restore(self.record)
+            return self.record
         if self.record != record:
             self._written = min(self._written, written - 1)  # the leader decides, also after it has lost its store
         self.learnt(record, written, now)

@@ -13,7 +13,7 @@ import pytest
 
 from rl_plane.errors import Conflict, EngineFailed, UpdateAborted
 from rl_plane.protocol.subjects import Entry, Subjects
-from rl_plane.protocol.update_requests import PreparedReply, ReceiveRequest, Transport
+from rl_plane.protocol.update_requests import AbortUpdate, PreparedReply, ReceiveRequest, Transport
 from tests.support.receive_requests import named_request
 from worker.reconcile.coordinator_calls import CoordinatorCalls
 from worker.reconcile.peers import Peers
@@ -128,11 +128,11 @@ async def test_an_abort_reaches_an_update_in_place_that_waits_for_its_turn(abort
     calls = CoordinatorCalls(core, record, changes, updates, Transport(backend="road"), lambda: None)  # type: ignore[arg-type]
     prepare = asyncio.create_task(calls.prepare(named_request("u", ROAD, in_place=True).request, 1))
     await waits.wait()
-    assert not await calls.abort(aborted, 1)
+    assert await calls.abort(AbortUpdate(update_id=aborted), 1) == {"discarded": False}
     turn.set()
     if aborted == "another":
         await engine.is_open.wait()
-        assert await calls.abort("u", 1)
+        assert await calls.abort(AbortUpdate(update_id="u"), 1) == {"discarded": True}
         with pytest.raises(UpdateAborted, match="while it was received"):
             await prepare
         return

@@ -17,7 +17,6 @@ from worker.reconcile.instructions import (
     Fetch,
     Read,
     Relabel,
-    Restore,
     StagedVersion,
     Swap,
     Unload,
@@ -50,7 +49,7 @@ def test_the_first_worker_fixes_sequence_0_by_its_model() -> None:
     assert core.next(0.0) == Read()
     restore = core.leader_said(None, 0, 1.0, LINE, 1.0)
     assert restore is not None
-    record = restore.record
+    record = restore
     assert (record.sequence, record.version.digest, record.source, record.open) == (
         0,
         "mine",
@@ -234,7 +233,7 @@ def test_the_lease_is_confirmed_by_a_leader_that_knows_as_much() -> None:
     with pytest.raises(NotAdmitted):
         core.state.check_lease(4.0, ("server", 2))
     core.learnt(R1, 2, 5.0)
-    assert core.leader_said(R0, 1, 6.0, LINE, 6.0) == Restore(R1)
+    assert core.leader_said(R0, 1, 6.0, LINE, 6.0) == R1
     assert lease_until(core) == 3.0 + SERVING_LEASE_S, "the leader is behind: no lease"
     assert core.leader_said(R1, 2, 7.0, LINE, 7.0) is None
     assert lease_until(core) == 7.0 + SERVING_LEASE_S
@@ -245,9 +244,9 @@ def test_the_lease_is_confirmed_by_a_leader_that_knows_as_much() -> None:
 
 def test_a_lost_store_gets_the_record_of_this_worker_back() -> None:
     core = serving(R0, R1, R2)
-    assert core.leader_said(None, 0, 0.0, LINE, 0.0) == Restore(R2.opened())
-    assert core.leader_said(R1.opened(), 40, 0.0, LINE, 0.0) == Restore(R2.opened())
-    assert core.leader_said(R2, 41, 0.0, LINE, 0.0) == Restore(R2.opened()), "it was open already"
+    assert core.leader_said(None, 0, 0.0, LINE, 0.0) == R2.opened()
+    assert core.leader_said(R1.opened(), 40, 0.0, LINE, 0.0) == R2.opened()
+    assert core.leader_said(R2, 41, 0.0, LINE, 0.0) == R2.opened(), "it was open already"
     assert reasons(core) == {}
     assert core.leader_said(R2.opened(), 2, 0.0, LINE, 0.0) is None, "a store made anew counts from 1"
     assert core.learnt(R2, 3, 0.0) is False
@@ -273,7 +272,7 @@ def test_the_record_that_was_sealed_last_wins() -> None:
     assert core.record == R0
     assert reasons(core).keys() == {"behind"}
     assert not core.learnt(replace(R1.opened(), seal=8), 4, 0.0)
-    assert core.leader_said(replace(R1.opened(), seal=8), 5, 0.0, LINE, 0.0) == Restore(sealed)
+    assert core.leader_said(replace(R1.opened(), seal=8), 5, 0.0, LINE, 0.0) == sealed
     assert core.learnt(replace(R1, seal=9), 6, 0.0), "decided over that seal"
     assert core.learnt(replace(R1.opened(), seal=9), 7, 0.0)
     assert not core.learnt(replace(R1, seal=9), 8, 0.0), "it was open already"
@@ -294,7 +293,7 @@ def test_the_seal_of_the_next_coordinator_changes_only_who_may_write() -> None:
 def test_the_further_of_two_accidental_runs_wins_then_the_older_and_a_new_run_over_both() -> None:
     core = serving(R0)
     younger, elder = first(run="run-2"), first(run="run-0")
-    assert core.leader_said(younger, 9, 0.0, LINE, 0.0) == Restore(R0)
+    assert core.leader_said(younger, 9, 0.0, LINE, 0.0) == R0
     further = after(younger).opened()
     asked_for = first(run="run-9", run_number=1)
     for record in (elder, further, asked_for):
@@ -302,7 +301,7 @@ def test_the_further_of_two_accidental_runs_wins_then_the_older_and_a_new_run_ov
         assert core.record == record
         hold(core, 0.0)
         assert core.state.version == record.version
-    assert core.leader_said(further, 10, 0.0, LINE, 0.0) == Restore(asked_for)
+    assert core.leader_said(further, 10, 0.0, LINE, 0.0) == asked_for
 
 
 # ---- coordinators ----

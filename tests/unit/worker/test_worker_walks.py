@@ -84,7 +84,7 @@ class Walk:
         before, mine = self.core.state.lease.until, self.core.record
         restore = self.core.leader_said(record, self.rng.randrange(1, 50), self.now, LINE, self.now)
         if restore is not None:
-            assert restore.record == mine or mine is None
+            assert restore == mine or mine is None
             assert self.core.state.lease.until == before
         else:
             assert self.core.record == record
