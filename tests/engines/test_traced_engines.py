@@ -33,6 +33,7 @@ def fleet_of(engine: str, model: Path, folder: Path, endpoint: str) -> Iterator[
     argv += ["--nats-url", fleet.ready["nats_url"], "--otel-endpoint", endpoint, "--json"]
     log = folder / "worker.log"
     worker = fork_module(engine, "rl_plane.cli.main", argv, log, env=os.environ, text=True)
+    assert worker.stdout is not None
     try:
         assert select.select([worker.stdout], [], [], START_S)[0], log.read_text()
         ready = json.loads(worker.stdout.readline())
