@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -92,7 +93,7 @@ def _ready(reply: dict[str, Any], waited_s: float, as_json: bool) -> int:
 def _not_ready(given: Command, error: PlaneError) -> int:
     reasons = _reasons(given, error)
     if given.values["json"]:
-        say_json({"ready": False, "message": error.message, "reasons": [one.to_wire() for one in reasons]})
+        say_json({"ready": False, "message": error.message, "reasons": [asdict(one) for one in reasons]})
     else:
         say(one_line(f"not ready: {error.message}"))
         for one in reasons:

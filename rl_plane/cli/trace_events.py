@@ -17,7 +17,7 @@ UPDATES = 1
 RECEIVE, PREPARE = "receive_s", "prepare_s"
 """Workers take pushed bytes in the first phase, and fetch bytes in the second one."""
 
-FACTS = ("update_id", "outcome", "caller", "asked_by", "encoding", "sent_bytes", "model_bytes", "step")
+FACTS = ("update_id", "label", "outcome", "asked_by", "caller", "encoding", "sent_bytes", "model_bytes", "step")
 """The fields of an update that a viewer shows beside its phases."""
 
 Event = dict[str, Any]
@@ -54,21 +54,7 @@ def _component(name: str, entries: Sequence[Mapping[str, Any]], cut_off: float) 
 
 def _update(entry: Mapping[str, Any], cut_off: float) -> Iterator[Event]:
     begin, end = entry["began_at"], entry["ended_at"] if entry["ended_at"] is not None else cut_off
-    facts = {
-        key: entry[key]
-        for key in (
-            "update_id",
-            "label",
-            "outcome",
-            "asked_by",
-            "caller",
-            "encoding",
-            "sent_bytes",
-            "model_bytes",
-            "step",
-        )
-        if entry.get(key) not in (None, "")
-    }
+    facts = {key: entry[key] for key in FACTS if entry.get(key) not in (None, "")}
     if (error := entry.get("error")) is not None:
         facts["error"] = f"{error.get('code')}: {error.get('message')}"
     if entry["version"] is not None:

@@ -24,8 +24,7 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.publish.publication import RunningPublication
-from rl_plane.publish.ranks.lead import Lead
-from rl_plane.publish.ranks.shared_sender import SharedSender
+from rl_plane.publish.ranks.lead import Lead, SharedSender
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.publish.threads import on_thread
@@ -289,22 +288,42 @@ class Attempt:
             if not self._joins or _failed_rows(error):
                 raise
             log.info("%s is sent once more: %s", self._publication.version, error)
-        again = Attempt(
-            self._plan,
+        return self._sent(
             self._source,
-            self._publication,
-            None,
             self._fields,
             lends=self._lends,
             joins=self._joins - 1,
             earlier=self._earlier,
             lead=self._lead,
+        )[1]
+
+    def _sent(
+        self,
+        source: WeightSource,
+        fields: Mapping[str, Any],
+        *,
+        lends: bool,
+        joins: int = JOINS,
+        earlier: int | None = None,
+        lead: Lead | None = None,
+    ) -> tuple[Attempt, dict[str, Any]]:
+        """Sends a source for this publication by an attempt of its own. Returns the attempt, and the update's reply."""
+        attempt = Attempt(
+            self._plan,
+            source,
+            self._publication,
+            None,
+            fields,
+            lends=lends,
+            joins=joins,
+            earlier=earlier,
+            lead=lead,
         )
-        again.read()
+        attempt.read()
         try:
-            return again.committed_by_all()
+            return attempt, attempt.committed_by_all()
         finally:
-            self.committed = again.committed
+            self.committed = attempt.committed
 
     def _committed(self) -> dict[str, Any]:
         """The update's reply. If both fail, the fleet's error is raised, since it explains the transport's."""

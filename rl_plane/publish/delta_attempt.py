@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from rl_plane.errors import PlaneError, Unsupported
-from rl_plane.publish.attempt import JOINS, Attempt
+from rl_plane.publish.attempt import Attempt
 from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.publication import RunningPublication
@@ -191,12 +191,4 @@ class DeltaAttempt(Attempt):
         lends = self._unless_digest is None
         if self._deltas:  # the next delta changes what the workers keep of this version
             fields = {**fields, "policy": {**self._plan.options.policy, "keep_staged": True}}
-        source = TakenSource(take)
-        attempt = Attempt(
-            self._plan, source, self._publication, None, fields, lends=lends, joins=JOINS, lead=self._sharing
-        )
-        attempt.read()
-        try:
-            return attempt.committed_by_all()
-        finally:
-            self.committed = attempt.committed
+        return self._sent(TakenSource(take), fields, lends=lends, lead=self._sharing)[1]

@@ -19,7 +19,7 @@ from rl_plane.protocol.versions import (
     tensor_digest,
     tensors_digest,
 )
-from rl_plane.publish.attempt import JOINS, Attempt
+from rl_plane.publish.attempt import Attempt
 from rl_plane.publish.host_copy import as_tensors
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.send_plan import SendPlan
@@ -209,14 +209,16 @@ class PartialAttempt(Attempt):
         }
         taken = as_taken(changed)
         if len(changed) == len(baseline.specs):
-            reply = self._sent(TakenSource(taken), {**self._fields, "digest": digest}, 0)[1]
+            reply = self._sent(
+                TakenSource(taken), {**self._fields, "digest": digest}, lends=self._lends, earlier=0
+            )[1]
             baseline.set_full(digest, baseline.specs, digests)
             return reply
         if not changed:  # a version must have at least one tensor: the delta of one has 24 bytes
             fields |= {"encoding": "delta", "base": baseline.digest}
             taken = _unchanged(baseline.specs)
         try:
-            reply = self._sent(TakenSource(taken), fields, len(chain))[1]
+            reply = self._sent(TakenSource(taken), fields, lends=self._lends, earlier=len(chain))[1]
         except PlaneError as error:
             if not is_not_at_base(error):
                 raise
@@ -240,20 +242,8 @@ class PartialAttempt(Attempt):
                 fix="publish again: the next version is sent in full",
             ) from error
         log.info("%s is sent in full: %s", self._publication.version, error)
-        attempt, reply = self._sent(self._source, self._fields, 0)
+        attempt, reply = self._sent(self._source, self._fields, lends=self._lends, earlier=0)
         return self._noted_full(attempt, reply)
-
-    def _sent(
-        self, source: WeightSource, fields: Mapping[str, Any], earlier: int
-    ) -> tuple[Attempt, dict[str, Any]]:
-        attempt = Attempt(
-            self._plan, source, self._publication, None, fields, lends=self._lends, joins=JOINS, earlier=earlier
-        )
-        attempt.read()
-        try:
-            return attempt, attempt.committed_by_all()
-        finally:
-            self.committed = attempt.committed
 
 
 def _copied(data: memoryview) -> memoryview:

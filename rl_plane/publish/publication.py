@@ -211,7 +211,7 @@ class RunningPublication(Publication):
 
     def wait_for(self, previous: RunningPublication, bound_s: float) -> None:
         """Blocks until the previous publication has ended. Raises Locked after `bound_s` seconds."""
-        if not previous._has_ended(bound_s):
+        if not previous.settle(bound_s):
             self._refused_for = previous
             raise Locked(
                 f"{previous.version} is still under way", fix="wait for its result before the next publish"
@@ -222,11 +222,9 @@ class RunningPublication(Publication):
         """True if this publication, or one that it was refused for, has not ended."""
         return not self.done or (self._refused_for is not None and self._refused_for.under_way)
 
-    def settle(self, bound_s: float) -> None:
-        """Blocks until the publication has ended, at most `bound_s` seconds. Logs an error that no caller saw."""
-        self._has_ended(bound_s)
-
-    def _has_ended(self, bound_s: float) -> bool:
+    def settle(self, bound_s: float) -> bool:
+        """Blocks until the publication has ended, at most `bound_s` seconds; False: it has not. Logs an error that no
+        caller saw."""
         try:
             error = self._outcome.exception(bound_s)
         except TimeoutError:
@@ -235,7 +233,7 @@ class RunningPublication(Publication):
             log.warning("%s was not published: %s", self.version, error)
         self.mark_watched()
         # While the publication that this one was refused for runs, no later one can have begun.
-        return self._refused_for is None or self._refused_for._has_ended(bound_s)
+        return self._refused_for is None or self._refused_for.settle(bound_s)
 
 
 _outcome_unreported: set[Publication] = set()

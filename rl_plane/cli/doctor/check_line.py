@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rl_plane.cli.output import one_line
 
@@ -25,29 +24,9 @@ class CheckLine:
     fix: str = ""
     """The thing to do. Empty: nothing."""
 
-    def to_wire(self) -> dict[str, str]:
-        return {"level": self.level, "check": self.check, "words": self.words, "fix": self.fix}
-
     def line(self) -> str:
         fix = f"; fix: {self.fix}" if self.fix else ""
         return f"{self.level:<8} {self.check:<11} {one_line(self.words + fix)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The counts of one examination."""
-
-    ok: int
-    warning: int
-    error: int
-
-    @classmethod
-    def of(cls, lines: list[CheckLine]) -> Summary:
-        levels: Counter[Any] = Counter(one.level for one in lines)
-        return cls(levels["ok"], levels["warning"], levels["error"])
-
-    def line(self) -> str:
-        return f"{self.ok} ok, {self.warning} warnings, {self.error} errors"
 
 
 def ok(check: str, words: str) -> CheckLine:

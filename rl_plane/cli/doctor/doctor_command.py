@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import click
 
 from rl_plane._util.own_version import own_version
-from rl_plane.cli.doctor.check_line import Summary
+from rl_plane.cli.doctor.check_line import CheckLine
 from rl_plane.cli.doctor.checks import examine
 from rl_plane.cli.doctor.doctor_facts import Asked, DoctorFacts
 from rl_plane.cli.explain.read_facts import one_component
@@ -35,14 +37,20 @@ def commands() -> list[click.Command]:
 
 def run_doctor(given: Command) -> int:
     lines = examine(read_doctor_facts(given))
-    summary = Summary.of(lines)
+    healthy = all(one.level != "error" for one in lines)
     if given.values["json"]:
-        say_json({"healthy": not summary.error, "checks": [one.to_wire() for one in lines]})
+        say_json({"healthy": healthy, "checks": [asdict(one) for one in lines]})
     else:
         for one in lines:
             say(one.line())
-        say(summary.line())
-    return 1 if summary.error else 0
+        say(summary(lines))
+    return 0 if healthy else 1
+
+
+def summary(lines: list[CheckLine]) -> str:
+    """The counts of one examination."""
+    levels = Counter(one.level for one in lines)
+    return f"{levels['ok']} ok, {levels['warning']} warnings, {levels['error']} errors"
 
 
 def read_doctor_facts(given: Command) -> DoctorFacts:

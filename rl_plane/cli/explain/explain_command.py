@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 
 from rl_plane.cli.explain.explanation import explain
@@ -24,7 +26,7 @@ def run_explain(given: Command) -> int:
     name = given.values["id"]
     found = explain(read_facts(given, request_id=name), name)
     if given.values["json"]:
-        say_json(found.to_wire())
+        say_json(asdict(found))
     else:
         say("\n".join(found.lines()))
     return 0

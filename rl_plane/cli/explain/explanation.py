@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rl_plane.cli.explain import timeline
 from rl_plane.cli.explain.finding import Finding
@@ -44,17 +43,6 @@ class Explanation:
     @property
     def well(self) -> bool:
         return not self.findings
-
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "id": self.id,
-            "now": self.now,
-            "facts": list(self.facts),
-            "findings": [one.to_wire() for one in self.findings],
-            "past": list(self.past),
-            "missing": list(self.missing),
-        }
 
     def lines(self) -> list[str]:
         """The text for a person: the cause and the fix first."""

@@ -24,16 +24,6 @@ class Finding:
     def name(self) -> str:
         return f"{self.kind} {self.subject}" if self.kind in ("worker", "update", "request") else self.subject
 
-    def to_wire(self) -> dict[str, str]:
-        return {
-            "kind": self.kind,
-            "subject": self.subject,
-            "cause": self.cause,
-            "waits_for": self.waits_for,
-            "until": self.until,
-            "fix": self.fix,
-        }
-
     def line(self) -> str:
         """The finding in one line."""
         until = f"; ends {self.until}" if self.until else ""

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from rl_plane.cli.doctor.check_line import CheckLine, Summary, size
+from rl_plane.cli.doctor.check_line import CheckLine, size
 from rl_plane.cli.doctor.checks import examine
+from rl_plane.cli.doctor.doctor_command import summary
 from rl_plane.cli.doctor.doctor_facts import Asked, DoctorFacts, NatsFacts
 from tests.support.explained_facts import ABOUT, NATS, NOW, ONE, TWO
 
@@ -82,7 +83,7 @@ def only(found: DoctorFacts) -> CheckLine:
 def test_a_sound_fleet_has_only_ok_lines() -> None:
     lines = examine(facts(worker(ONE), worker(TWO)))
     assert {one.level for one in lines} == {"ok"}
-    assert Summary.of(lines).line() == f"{len(lines)} ok, 0 warnings, 0 errors"
+    assert summary(lines) == f"{len(lines)} ok, 0 warnings, 0 errors"
     checks = {one.check for one in lines}
     assert checks >= {"frontend", "key", "NATS", "JetStream", "bucket", "workers", "versions", "transports"}
     assert checks >= {"memory", "weight root", "disk", "clocks"}
