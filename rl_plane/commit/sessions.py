@@ -20,6 +20,7 @@ from rl_plane.commit.preparation import abort, ask_to_prepare, prepare, record_f
 from rl_plane.commit.rules import (
     SHOWN,
     check_against,
+    committed_already,
     evaluate_listening,
     evaluate_prepare,
     label_of,
@@ -43,7 +44,6 @@ from rl_plane.commit.steps import (
 )
 from rl_plane.errors import (
     BusUnreachable,
-    Conflict,
     InvalidRequest,
     MembershipChanged,
     OutcomeUnknown,
@@ -74,7 +74,7 @@ def prepare_only(state: CommandState) -> Steps:
     body, update_id = state.body, state.command.update_id
     session, base = yield from survey(state, lambda waiting: waiting.update_id == update_id)
     if _is_decided(state, session, base):
-        raise _committed(base, "prepare the next one under a new id")
+        raise committed_already(base.update_id, base.made, "prepare the next one under a new id")
     if session is not None:
         return Prepared(session.digest, session.prepared, [], session.refetchable, session=session)
     check_against(base, body, state.changed_source(base, body))
@@ -161,13 +161,8 @@ def complete(state: CommandState) -> Steps:
         if session is not None and session.update_id == base.update_id:
             policy = UpdateWeights.model_validate(session.body).policy
         return (yield from answer(state, base, policy))
-    session = _expected(state, session)
+    session = _expected(state, session).updated(version=state.command.version, kv=state.command.kv)
     body = UpdateWeights.model_validate(session.body)
-    if state.command.version is not None:
-        body = body.model_copy(update={"version": state.command.version})
-    if state.command.kv is not None:
-        policy = body.policy.model_copy(update={"kv": state.command.kv})
-        body = body.model_copy(update={"policy": policy})
     before = state.changed_source(base, body)
     all_or_none = session.listening and body.policy.on_prepare_failure == "abort"
     try:
@@ -214,7 +209,7 @@ def _session(
     """The prepared update that the command names. Conflict, with `committed_fix`: it is committed already."""
     session, base = yield from survey(state, _any_session)
     if _is_decided(state, session, base):
-        raise _committed(base, committed_fix)
+        raise committed_already(base.update_id, base.made, committed_fix)
     return _expected(state, session), base
 
 
@@ -223,14 +218,6 @@ def _is_decided(state: CommandState, session: UpdateSession | None, base: Decisi
     answer."""
     meant = state.command.update_id or (session.update_id if session is not None else "")
     return meant != "" and base.update_id == meant
-
-
-def _committed(base: DecisionRecord, fix: str) -> Conflict:
-    return Conflict(
-        f"the update {base.update_id!r} is committed as {base.made.label}",
-        version=base.made.to_wire(),
-        fix=fix,
-    )
 
 
 def _expected(state: CommandState, session: UpdateSession | None) -> UpdateSession:
