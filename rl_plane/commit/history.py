@@ -32,7 +32,7 @@ from rl_plane.errors import (
 from rl_plane.protocol.record import DecisionRecord, UpdateSession
 from rl_plane.protocol.relay import SourceUse, largest
 from rl_plane.protocol.stored import Stored
-from rl_plane.protocol.subjects import HISTORY_PREFIX, Entry, KeyValueBucket
+from rl_plane.protocol.subjects import HISTORY_PREFIX, KeyValueBucket
 from rl_plane.protocol.update_requests import without_secret
 from rl_plane.protocol.versions import WeightVersion
 
@@ -298,20 +298,16 @@ def short_error(error: PlaneError) -> dict[str, Any]:
 # ---- reading ----
 
 
-def _decoded(entry: Entry | None) -> UpdateEntry | None:
-    return decoded(entry, UpdateEntry.decode)
-
-
 async def read_entry(bus: Bus, state: KeyValueBucket, update_id: str) -> UpdateEntry | None:
     """Reads an entry from the leader."""
-    found = _decoded(await bus.get(state, history_key(update_id)))
+    found = decoded(await bus.get(state, history_key(update_id)), UpdateEntry.decode)
     return found if found is not None and found.update_id == update_id else None
 
 
 async def read_history(bus: Bus, state: KeyValueBucket, limit: int = KEEP) -> list[UpdateEntry]:
     """Reads the entries, the newest first, and completes unfinished ones."""
     stored, _ = await bus.read_keys(state, HISTORY_PREFIX + ">")
-    entries = [found for entry in reversed(stored) if (found := _decoded(entry)) is not None]
+    entries = [found for entry in reversed(stored) if (found := decoded(entry, UpdateEntry.decode)) is not None]
     # The order matters. A coordinator that has lost the lock can't decide any more, and a coordinator makes its entry
     # final before it releases the lock. So the record decides about an entry that is still unfinished after this.
     holder = await read_holder(bus, state)

@@ -78,7 +78,7 @@ def prepare_only(state: CommandState) -> Steps:
     if session is not None:
         return Prepared(session.digest, session.prepared, [], session.refetchable, session=session)
     check_against(base, body, state.changed_source(base, body))
-    check_canary(body, limits_of(state.reports))
+    check_canary(body, limits_of(state.seen.reports))
     if body.pushed and body.policy.staging == "none":
         raise InvalidRequest(
             "an unstaged update closes every worker from its first byte on, so it can't wait for another call",
@@ -120,7 +120,7 @@ def receive_part(state: CommandState) -> Steps:
             fix="prepare it with transport {backend, group, in_parts: true}",
         )
     try:
-        ready = still_there(session.prepared, state.members)
+        ready = still_there(session.prepared, state.seen.members)
         if len(ready) < len(session.prepared):
             raise left_early(session.prepared, ready)
         if body.policy.on_prepare_failure == "abort":
@@ -155,7 +155,7 @@ def abort_only(state: CommandState) -> Steps:
 
 def complete(state: CommandState) -> Steps:
     """Decides and commits what was prepared. Waits for what is pushed first."""
-    session, base = yield from survey(state, _any_session)
+    session, base = yield from survey(state, lambda waiting: True)
     if _is_decided(state, session, base):
         policy = UpdatePolicy(min_ready=state.command.min_ready)
         if session is not None and session.update_id == base.update_id:
@@ -177,7 +177,7 @@ def complete(state: CommandState) -> Steps:
             stated = state.command.digest or body.digest or session.digest or None
             prepared = evaluate_prepare(replies, set(ready), body.policy, stated)
         if all_or_none:
-            state.see((yield Survey("recheck")))
+            state.seen = yield Survey("recheck")
             _refuse_joiners(state, session)
         gone = sorted(session.prepared.keys() - ready.keys())
         prepared = replace(prepared, excluded=[*gone, *prepared.excluded])
@@ -199,15 +199,11 @@ def complete(state: CommandState) -> Steps:
 # ---- the session ----
 
 
-def _any_session(waiting: UpdateSession) -> bool:
-    return True
-
-
 def _session(
     state: CommandState, committed_fix: str
 ) -> Generator[Instruction, Any, tuple[UpdateSession, DecisionRecord]]:
     """The prepared update that the command names. Conflict, with `committed_fix`: it is committed already."""
-    session, base = yield from survey(state, _any_session)
+    session, base = yield from survey(state, lambda waiting: True)
     if _is_decided(state, session, base):
         raise committed_already(base.update_id, base.made, committed_fix)
     return _expected(state, session), base
@@ -243,7 +239,7 @@ def _give_up(state: CommandState, update_id: str) -> Generator[Instruction, Any,
 
 
 def _still_ready(state: CommandState, session: UpdateSession, policy: UpdatePolicy) -> Members:
-    ready = still_there(session.prepared, state.members)
+    ready = still_there(session.prepared, state.seen.members)
     if not ready or (len(ready) < len(session.prepared) and policy.on_prepare_failure == "abort"):
         raise left_early(session.prepared, ready)
     if len(ready) < policy.min_ready:
@@ -252,7 +248,7 @@ def _still_ready(state: CommandState, session: UpdateSession, policy: UpdatePoli
 
 
 def _refuse_joiners(state: CommandState, session: UpdateSession) -> None:
-    joined = sorted(state.members.keys() - session.prepared.keys())
+    joined = sorted(state.seen.members.keys() - session.prepared.keys())
     if joined:
         raise MembershipChanged(
             f"{', '.join(joined[:SHOWN])} joined since, and can't get what was pushed",
@@ -270,8 +266,10 @@ def _listen(
     """Makes every member listen for what the trainer pushes."""
     yield BeginJournal(base)
     before = state.changed_source(base, body)
-    needs = Needs(state.command.update_id, frozenset(state.members))
-    replies = yield from ask_to_prepare("listen_update", needs, label_of(base, body), body, state.members, before)
+    needs = Needs(state.command.update_id, frozenset(state.seen.members))
+    replies = yield from ask_to_prepare(
+        "listen_update", needs, label_of(base, body), body, state.seen.members, before
+    )
     with naming_workers(replies):
         return evaluate_listening(replies)
 
