@@ -23,9 +23,9 @@ from rl_plane.errors import InvalidRequest, PlaneError, Unavailable
 from rl_plane.fleet.fleet_call import said
 from rl_plane.membership.core import Changed
 from rl_plane.membership.view import MembershipView
-from rl_plane.protocol.op_notice import OpNotice
+from rl_plane.protocol.fleet_reply_types import RunningUpdate
+from rl_plane.protocol.notices import OpNotice
 from rl_plane.protocol.record import DecisionRecord
-from rl_plane.protocol.running import RunningUpdate
 from rl_plane.protocol.subjects import HISTORY_PREFIX, Entry
 from rl_plane.protocol.versions import WeightVersion
 

@@ -15,7 +15,7 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.membership.core import Changed
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.fleet_reply_types import StartingWorker
-from rl_plane.protocol.process_notices import EVERY_S, StartNotice
+from rl_plane.protocol.notices import EVERY_S, StartNotice
 
 log = logging.getLogger("frontend.facade.starting_workers")
 

@@ -65,9 +65,9 @@ class UpdateRecovery:
         coordinators before, by sealing the record."""
         try:
             if record_of(await self._view.read_record()) is None:
-                await self._fleet.fix_first_version()
+                await self._fleet.updates.fix_first_version()
             else:
-                await self._fleet.finish()
+                await self._fleet.updates.finish()
         except Locked:
             pass  # a coordinator lives, and seals the record itself
         except PlaneError as error:
@@ -77,7 +77,7 @@ class UpdateRecovery:
 
     async def _complete(self, record: DecisionRecord) -> None:
         try:
-            version = await self._fleet.finish()
+            version = await self._fleet.updates.finish()
             if version == record.made:
                 how = "this frontend has completed it"
             else:

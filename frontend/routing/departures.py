@@ -14,7 +14,7 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.membership.core import Changed, Member
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.fleet_reply_types import LeftWorker
-from rl_plane.protocol.process_notices import ExitNotice
+from rl_plane.protocol.notices import ExitNotice
 
 log = logging.getLogger("frontend.routing.departures")
 

@@ -10,7 +10,7 @@ import nats.errors
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.credentials import NatsCredentials
 from rl_plane.errors import PlaneError
-from rl_plane.protocol.process_notices import MAX_CHARS, ExitNotice
+from rl_plane.protocol.notices import MAX_CHARS, ExitNotice
 from rl_plane.protocol.subjects import Subjects
 
 

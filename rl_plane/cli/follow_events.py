@@ -12,7 +12,7 @@ import click
 
 from rl_plane.cli.output import note, one_line, say, say_json
 from rl_plane.cli.settings import Command, command, only_component
-from rl_plane.errors import Unavailable
+from rl_plane.errors import DeadlineExceeded, Unavailable
 from rl_plane.fleet.http_client import read_events
 
 AGAIN_S = 1.0
@@ -49,7 +49,7 @@ def _events(values: Mapping[str, Any]) -> Iterator[tuple[int | None, str, dict[s
             ):
                 connected, last = True, number if number is not None else last
                 yield number, kind, data
-        except Unavailable as error:
+        except (Unavailable, DeadlineExceeded) as error:
             if not connected:
                 raise
             note(f"rl-plane: {one_line(error.message)}; connecting again")

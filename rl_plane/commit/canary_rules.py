@@ -304,7 +304,7 @@ def _by_record(record: CanaryRecord, kind: str, vectors: Vectors) -> Verdict:
     if kind in record.references:
         by_reference = _compared("reference", record.within(kind), record.references[kind], vectors)
     elif record.references:
-        nearest = _nearest(record.references.values(), vectors)
+        nearest = min(record.references.values(), key=lambda one: _mean(one, vectors))
         by_reference = _compared("reference", record.across([kind, *record.references]), nearest, vectors)
     if by_reference is not None and not by_reference.passed:
         return by_reference
@@ -388,11 +388,6 @@ def _tied(workers: Iterable[str], who: str, differing: Mapping[str, Vectors]) ->
     apart = max(max(_differences(first, one)) for one in others)
     message = f"{who} give values that differ by {apart:.4f}, and nothing shows which ones are right"
     return dict.fromkeys(workers, Verdict(False, "fleet", "tie", message))
-
-
-def _nearest(several: Any, vectors: Vectors) -> Vectors:
-    nearest: Vectors = min(several, key=lambda one: _mean(one, vectors))
-    return nearest
 
 
 def _differences(one: Vectors, other: Vectors) -> list[float]:

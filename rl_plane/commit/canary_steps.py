@@ -7,7 +7,7 @@ functions here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rl_plane.commit.canary_rules import CanaryScore, Settlement, settle
@@ -27,29 +27,24 @@ from rl_plane.protocol.canary import (
     shortened,
 )
 from rl_plane.protocol.record import DecisionRecord
-from rl_plane.protocol.update_requests import LoraTarget, UpdateWeights
+from rl_plane.protocol.update_requests import CanaryLimits, LoraTarget, UpdateWeights
 from rl_plane.protocol.versions import WeightVersion
 
 NOTHING_BEFORE = "the version before can't be fetched again, so the fleet can't go back to it: publish a version"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The longest sequence and the highest token id that every engine of the fleet can score."""
-
-    vocab_size: int
-    max_model_len: int
-
-
-def limits_of(reports: Sequence[WorkerReply]) -> Limits | None:
+def limits_of(reports: Sequence[WorkerReply]) -> CanaryLimits | None:
     """The limits that hold on every worker. None: no worker's engine can score."""
     limits = [reply.body["canary"] for reply in reports if reply.ok and reply.body.get("canary") is not None]
     if not limits:
         return None
-    return Limits(min(one["vocab_size"] for one in limits), min(one["max_model_len"] for one in limits))
+    return CanaryLimits(
+        vocab_size=min(one["vocab_size"] for one in limits),
+        max_model_len=min(one["max_model_len"] for one in limits),
+    )
 
 
-def check_canary(body: UpdateWeights, limits: Limits | None) -> None:
+def check_canary(body: UpdateWeights, limits: CanaryLimits | None) -> None:
     """Refuses a canary that the fleet's engines can't score, before any worker is touched."""
     canary = body.policy.canary
     if not isinstance(canary, Canary):
@@ -58,7 +53,7 @@ def check_canary(body: UpdateWeights, limits: Limits | None) -> None:
         raise Unsupported(
             "no worker's engine can score token sequences", field="policy.canary", fix="leave it out"
         )
-    check_vocabulary(canary, limits.vocab_size, limits.max_model_len)
+    check_vocabulary(canary, limits["vocab_size"], limits["max_model_len"])
 
 
 def canary_of(
@@ -66,7 +61,7 @@ def canary_of(
     body: UpdateWeights,
     digest: str,
     prepared: Sequence[WorkerReply],
-    limits: Limits | None,
+    limits: CanaryLimits | None,
     history: CanaryHistory,
 ) -> CanaryRecord | None:
     """The canary of the version that was prepared: the request's, else the one that a worker has found beside the
@@ -82,9 +77,9 @@ def canary_of(
         found = [reply.body["canary"] for reply in prepared if reply.ok and reply.body.get("canary") is not None]
         if found:
             canary, origin = parse_canary(found[0], "canary.json"), "canary.json"
-            check_vocabulary(canary, limits.vocab_size, limits.max_model_len, "canary.json")
+            check_vocabulary(canary, limits["vocab_size"], limits["max_model_len"], "canary.json")
         else:
-            canary = shortened(default_canary(limits.vocab_size), limits.max_model_len)
+            canary = shortened(default_canary(limits["vocab_size"]), limits["max_model_len"])
     return CanaryRecord.begun(canary, history, digest, origin)
 
 

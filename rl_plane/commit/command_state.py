@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plane.commit.canary_rules import Settlement
-from rl_plane.commit.steps import Instruction, Members, Result, Surveyed, UpdateCommand
+from rl_plane.commit.steps import Instruction, Result, Surveyed, UpdateCommand
 from rl_plane.errors import PlaneError
 from rl_plane.membership.worker_reply import WorkerReply
-from rl_plane.protocol.canary import CanaryHistory
-from rl_plane.protocol.record import DecisionRecord, DesiredPause, VersionSource
+from rl_plane.protocol.record import DecisionRecord, VersionSource
 from rl_plane.protocol.update_requests import UpdateWeights
 
 Steps = Generator[Instruction, Any, Result]
@@ -28,26 +27,16 @@ class CommandState:
     """Unix seconds at the current step, for values that people read and for the end of a pause."""
     elapsed_s: float = 0.0
     """Monotonic seconds since the command began."""
-    members: Members = field(default_factory=dict)
-    """The fleet, as the last survey found it."""
-    fingerprint: str = ""
-    counted: set[str] = field(default_factory=set)
-    """Workers whose failure can fail an update. A worker that reports itself closed is not counted."""
-    reports: Sequence[WorkerReply] = ()
-    """Each worker's answer to `report_record`."""
-    pause: DesiredPause = field(default_factory=lambda: DesiredPause(False))
-    pause_written: int = 0
-    """The sequence of the pause in the state bucket."""
-    history: CanaryHistory = field(default_factory=CanaryHistory)
+    seen: Surveyed = field(init=False)
+    """The fleet and the state bucket, as the last survey found them, with what this command has saved since."""
     settlement: Settlement | None = None
     """The canary's result for the record that is carried out now. None: there is no result yet."""
 
-    def see(self, seen: Surveyed) -> None:
-        """Takes over what a survey has found."""
-        self.members, self.fingerprint, self.reports = seen.members, seen.fingerprint, seen.reports
-        self.pause, self.pause_written, self.history = seen.pause, seen.pause_written, seen.history
-        closed = {reply.instance_id for reply in seen.reports if reply.ok and not reply.body["admitted"]}
-        self.counted = seen.members.keys() - closed
+    @property
+    def counted(self) -> set[str]:
+        """Workers whose failure can fail an update. A worker that reports itself closed is not counted."""
+        closed = {reply.instance_id for reply in self.seen.reports if reply.ok and not reply.body["admitted"]}
+        return self.seen.members.keys() - closed
 
     @property
     def body(self) -> UpdateWeights:

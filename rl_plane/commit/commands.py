@@ -36,7 +36,9 @@ def new_run(state: CommandState) -> Steps:
     update_id = state.command.update_id
     if base.update_id == update_id:
         return (yield from answer(state, base, UpdatePolicy()))
-    record = replace(first_record(one_model(state.reports), base.run_number + 1), update_id=update_id, open=False)
+    record = replace(
+        first_record(one_model(state.seen.reports), base.run_number + 1), update_id=update_id, open=False
+    )
     yield BeginJournal(base)
     decided = yield from decide(record)
     yield from swap_all(state, decided, {}, UpdatePolicy())

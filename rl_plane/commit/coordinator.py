@@ -155,7 +155,7 @@ class Coordinator:
                 return await self._survey()
             case SendOp(_, op, body, workers, timeout_s, each, needs):
                 if needs is None:
-                    replies = await self._ask(op, body, workers, timeout_s, each)
+                    replies = await self._ask_members(op, body, self._members_among(workers), timeout_s, each)
                 else:
                     replies = await self._ask_needed(op, body, workers, timeout_s, each, needs)
                 self._note_sources(replies)
@@ -210,21 +210,11 @@ class Coordinator:
 
     async def _reports(self) -> tuple[Snapshot, list[WorkerReply]]:
         snapshot = await self._view.barrier()
-        return snapshot, await self._ask("report_record", {}, _members(snapshot), None)
-
-    async def _ask(
-        self,
-        op: str,
-        body: Mapping[str, Any],
-        workers: Iterable[str],
-        timeout_s: float | None,
-        each: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> list[WorkerReply]:
-        """Sends the op to the workers that are still members. The local view suffices: the subject of a worker that has
-        just left has no subscriber, so NATS answers at once."""
-        return await self._ask_members(op, body, self._members_among(workers), timeout_s, each)
+        return snapshot, await self._ask_members("report_record", {}, snapshot.members, None)
 
     def _members_among(self, workers: Iterable[str]) -> list[Member]:
+        """The workers that are still members. The local view suffices: the subject of a worker that just left has no
+        subscriber, so NATS answers at once."""
         wanted = set(workers)
         return [member for member in self._view.snapshot() if member.instance_id in wanted]
 

@@ -11,10 +11,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict
 
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.entries import decoded
@@ -32,7 +31,8 @@ from rl_plane.errors import (
 )
 from rl_plane.protocol.record import DecisionRecord, UpdateSession
 from rl_plane.protocol.relay import SourceUse, largest
-from rl_plane.protocol.subjects import HISTORY_PREFIX, Entry, KeyValueBucket
+from rl_plane.protocol.stored import Stored
+from rl_plane.protocol.subjects import HISTORY_PREFIX, KeyValueBucket
 from rl_plane.protocol.update_requests import without_secret
 from rl_plane.protocol.versions import WeightVersion
 
@@ -55,8 +55,10 @@ ESSENTIAL = ("code", "message", "field", "fix")
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateEntry:
+class UpdateEntry(Stored):
     """One update, as `GET /v1/rl/updates` reports it."""
+
+    __pydantic_config__ = ConfigDict(extra="ignore")  # another release of the plane may have written more
 
     update_id: str
     """The request id; empty for sequence 0, the workers' own model."""
@@ -139,11 +141,6 @@ class UpdateEntry:
         excluded = self.excluded if failed else self.excluded[: len(self.excluded) // 2]
         return replace(self, workers=failed, excluded=excluded, workers_left_out=left_out).encode()
 
-    @classmethod
-    def decode(cls, data: bytes) -> UpdateEntry:
-        entry: UpdateEntry = _adapter().validate_python(json.loads(data))
-        return entry
-
     def to_wire(self) -> dict[str, Any]:
         """The entry as replies show it, without what only the plane needs, and without the transport's secret."""
         wire = self._fields()
@@ -187,12 +184,6 @@ class UpdateEntry:
             error.facts["workers"] = self.replies()
         error.facts["repeated"] = True
         return error
-
-
-@cache
-def _adapter() -> TypeAdapter[Any]:
-    """Built when it is first needed: it takes milliseconds."""
-    return TypeAdapter(UpdateEntry)
 
 
 def short_sources(sources: Mapping[str, Sequence[SourceUse]]) -> dict[str, list[SourceUse]]:
@@ -307,20 +298,16 @@ def short_error(error: PlaneError) -> dict[str, Any]:
 # ---- reading ----
 
 
-def _decoded(entry: Entry | None) -> UpdateEntry | None:
-    return decoded(entry, UpdateEntry.decode)
-
-
 async def read_entry(bus: Bus, state: KeyValueBucket, update_id: str) -> UpdateEntry | None:
     """Reads an entry from the leader."""
-    found = _decoded(await bus.get(state, history_key(update_id)))
+    found = decoded(await bus.get(state, history_key(update_id)), UpdateEntry.decode)
     return found if found is not None and found.update_id == update_id else None
 
 
 async def read_history(bus: Bus, state: KeyValueBucket, limit: int = KEEP) -> list[UpdateEntry]:
     """Reads the entries, the newest first, and completes unfinished ones."""
     stored, _ = await bus.read_keys(state, HISTORY_PREFIX + ">")
-    entries = [found for entry in reversed(stored) if (found := _decoded(entry)) is not None]
+    entries = [found for entry in reversed(stored) if (found := decoded(entry, UpdateEntry.decode)) is not None]
     # The order matters. A coordinator that has lost the lock can't decide any more, and a coordinator makes its entry
     # final before it releases the lock. So the record decides about an entry that is still unfinished after this.
     holder = await read_holder(bus, state)

@@ -109,7 +109,7 @@ def update(state: CommandState) -> Steps:
     if base.update_id == update_id:
         return (yield from answer(state, base, body.policy))
     check_against(base, body, state.changed_source(base, body))
-    check_canary(body, limits_of(state.reports))
+    check_canary(body, limits_of(state.seen.reports))
     try:
         prepared = yield from prepare(state, base, body)
         decided = yield from decide(record_for(state, base, body, update_id, prepared))
@@ -127,7 +127,7 @@ def survey(
     """Returns the session that waits, if this command `continues` it, and the committed record. First finishes an
     update that a coordinator had decided before it died."""
     seen: Surveyed = yield Survey()
-    state.see(seen)
+    state.seen = seen
     session = yield from end_other_session(state, seen, continues)
     base = seen.record
     if base is None:
@@ -140,7 +140,7 @@ def survey(
         base = opened_record(state, base)
         if base.update_id != state.command.update_id:  # else the answer needs what the canary has shown
             state.settlement = None
-        state.see((yield Survey("recheck")))  # a worker that only this update had closed is open now
+        state.seen = yield Survey("recheck")  # a worker that only this update had closed is open now
     return session, base
 
 
@@ -206,7 +206,7 @@ def swap_all(
     acks: RecordAcks = yield Announce("gate", record, decided.sequence, policy.gate_timeout_s)
     shut = {reply.instance_id for reply in acks.replies if reply.ok}
     swapping = [key for key in still_there(ready, acks.members) if key in shut]
-    commit = commit_body(record, decided.sequence, state.pause.left_s(state.now))
+    commit = commit_body(record, decided.sequence, state.seen.pause.left_s(state.now))
     committed: Answered = yield SendOp("commit", "commit_update", commit, swapping, policy.commit_timeout_s)
     reported = [*(reply for reply in acks.replies if not reply.ok), *committed.replies]
     state.settlement, replies = settled(record, reported)

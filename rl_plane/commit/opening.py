@@ -32,10 +32,10 @@ LEASES_END_S = SERVING_LEASE_S + LEASE_MARGIN_S
 
 def keep_paused(state: CommandState, record: DecisionRecord) -> Generator[Instruction, Any, None]:
     """Pauses the fleet where the update's policy says so, unless another call has paused or resumed it since."""
-    if record.keep_pause and state.pause_written < record.fence:
-        until = state.now + max(state.pause.left_s(state.now), DEFAULT_PAUSE_LEASE_S)
-        state.pause = DesiredPause(True, record.pause_mode, until)
-        yield SavePause(state.pause)
+    if record.keep_pause and state.seen.pause_written < record.fence:
+        until = state.now + max(state.seen.pause.left_s(state.now), DEFAULT_PAUSE_LEASE_S)
+        state.seen = replace(state.seen, pause=DesiredPause(True, record.pause_mode, until))
+        yield SavePause(state.seen.pause)
 
 
 def wait_for_leases(acks: RecordAcks) -> Generator[Instruction, Any, None]:
@@ -64,7 +64,7 @@ def open_record(state: CommandState, record: DecisionRecord) -> Generator[Instru
     passed = settlement is not None and settlement.action == "open" and not settlement.warning
     if canary is not None and passed:
         digest = record.version.digest
-        yield SaveCanaryHistory(state.history.with_values(digest, canary.sequences, canary.references))
+        yield SaveCanaryHistory(state.seen.history.with_values(digest, canary.sequences, canary.references))
     return opened
 
 

@@ -74,10 +74,10 @@ def prepare(
     changed = state.changed_source(base, body)
     plans = yield from plan_sources(state, body)
     needs = needs_of(update_id, state.counted, body.policy)
-    replies = yield from ask_to_prepare("prepare_update", needs, label, body, state.members, changed, plans)
+    replies = yield from ask_to_prepare("prepare_update", needs, label, body, state.seen.members, changed, plans)
     with naming_workers(replies):
         all_or_none = body.pushed and body.policy.on_prepare_failure == "abort"
-        pinned = state.command.fingerprint or (state.fingerprint if all_or_none else None)
+        pinned = state.command.fingerprint or (state.seen.fingerprint if all_or_none else None)
         if pinned is not None:
             again: Surveyed = yield Survey("recheck")
             if again.fingerprint != pinned:
@@ -92,8 +92,8 @@ def plan_sources(state: CommandState, body: UpdateWeights) -> Generator[Instruct
     it."""
     if not body.relayed:
         return {}
-    asked = {"workers": len(state.members)}
-    answered: Answered = yield SendOp("prepare", "open_relay", asked, list(state.members), OPEN_RELAY_S)
+    asked = {"workers": len(state.seen.members)}
+    answered: Answered = yield SendOp("prepare", "open_relay", asked, list(state.seen.members), OPEN_RELAY_S)
     names: dict[str, list[str]] = {}
     addresses: dict[str, RelayAddress] = {}
     for reply in answered.replies:
@@ -133,7 +133,9 @@ def record_for(
     state: CommandState, base: DecisionRecord, body: UpdateWeights, update_id: str, prepared: Prepared
 ) -> DecisionRecord:
     """The decision record of the update that was prepared."""
-    canary = canary_of(base, body, prepared.digest, prepared.replies, limits_of(state.reports), state.history)
+    canary = canary_of(
+        base, body, prepared.digest, prepared.replies, limits_of(state.seen.reports), state.seen.history
+    )
     changed = state.changed_source(base, body)
     return next_record(base, body, update_id, prepared, state.now, changed, canary)
 
@@ -142,6 +144,6 @@ def abort(state: CommandState, update_id: str, phase: Phase = "abort") -> Genera
     """Drops what the workers have staged or receive. A worker that is slower than the wait drops it later, and a worker
     that does not get this reads the record and drops it too."""
     try:
-        yield SendOp(phase, "abort_update", {"update_id": update_id}, list(state.members), STOP_S)
+        yield SendOp(phase, "abort_update", {"update_id": update_id}, list(state.seen.members), STOP_S)
     except PlaneError:
         pass  # the shell has logged it

@@ -38,7 +38,7 @@ def roll(
     acks: RecordAcks = yield Announce("gate", record, decided.sequence, policy.gate_timeout_s)
     replies = [reply for reply in acks.replies if not reply.ok]
     for key in sorted(still_there(ready, acks.members)):
-        commit = commit_body(record, decided.sequence, state.pause.left_s(state.now))
+        commit = commit_body(record, decided.sequence, state.seen.pause.left_s(state.now))
         one: Answered = yield SendOp("roll", "commit_update", commit, [key], policy.commit_timeout_s)
         replies += one.replies
         state.settlement, evaluated = settled(record, replies)

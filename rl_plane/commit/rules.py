@@ -266,6 +266,13 @@ def left_early(prepared: Members, ready: Members) -> UpdateAborted:
     )
 
 
+def committed_already(update_id: str, version: WeightVersion, fix: str) -> Conflict:
+    """The error of a call that comes too late to change an update."""
+    return Conflict(
+        f"the update {update_id!r} is committed as {version.label}", version=version.to_wire(), fix=fix
+    )
+
+
 def still_there(ready: Members, now: Members) -> dict[str, str]:
     """The workers of `ready` that are still members, as the same process."""
     return {key: incarnation for key, incarnation in ready.items() if now.get(key) == incarnation}

@@ -15,8 +15,8 @@ from rl_plane.bus.lock import Holder, read_holder
 from rl_plane.bus.state_store import read_session
 from rl_plane.commit.history import UpdateEntry, read_entry
 from rl_plane.membership.worker_reply import WorkerReply
+from rl_plane.protocol.fleet_reply_types import RunningUpdate
 from rl_plane.protocol.record import UpdateSession
-from rl_plane.protocol.running import RunningUpdate
 from rl_plane.protocol.subjects import KeyValueBucket
 
 WAITS_FOR = {

@@ -20,6 +20,7 @@ from rl_plane.commit.preparation import abort, ask_to_prepare, prepare, record_f
 from rl_plane.commit.rules import (
     SHOWN,
     check_against,
+    committed_already,
     evaluate_listening,
     evaluate_prepare,
     label_of,
@@ -43,7 +44,6 @@ from rl_plane.commit.steps import (
 )
 from rl_plane.errors import (
     BusUnreachable,
-    Conflict,
     InvalidRequest,
     MembershipChanged,
     OutcomeUnknown,
@@ -74,11 +74,11 @@ def prepare_only(state: CommandState) -> Steps:
     body, update_id = state.body, state.command.update_id
     session, base = yield from survey(state, lambda waiting: waiting.update_id == update_id)
     if _is_decided(state, session, base):
-        raise _committed(base, "prepare the next one under a new id")
+        raise committed_already(base.update_id, base.made, "prepare the next one under a new id")
     if session is not None:
         return Prepared(session.digest, session.prepared, [], session.refetchable, session=session)
     check_against(base, body, state.changed_source(base, body))
-    check_canary(body, limits_of(state.reports))
+    check_canary(body, limits_of(state.seen.reports))
     if body.pushed and body.policy.staging == "none":
         raise InvalidRequest(
             "an unstaged update closes every worker from its first byte on, so it can't wait for another call",
@@ -120,7 +120,7 @@ def receive_part(state: CommandState) -> Steps:
             fix="prepare it with transport {backend, group, in_parts: true}",
         )
     try:
-        ready = still_there(session.prepared, state.members)
+        ready = still_there(session.prepared, state.seen.members)
         if len(ready) < len(session.prepared):
             raise left_early(session.prepared, ready)
         if body.policy.on_prepare_failure == "abort":
@@ -155,19 +155,14 @@ def abort_only(state: CommandState) -> Steps:
 
 def complete(state: CommandState) -> Steps:
     """Decides and commits what was prepared. Waits for what is pushed first."""
-    session, base = yield from survey(state, _any_session)
+    session, base = yield from survey(state, lambda waiting: True)
     if _is_decided(state, session, base):
         policy = UpdatePolicy(min_ready=state.command.min_ready)
         if session is not None and session.update_id == base.update_id:
             policy = UpdateWeights.model_validate(session.body).policy
         return (yield from answer(state, base, policy))
-    session = _expected(state, session)
+    session = _expected(state, session).updated(version=state.command.version, kv=state.command.kv)
     body = UpdateWeights.model_validate(session.body)
-    if state.command.version is not None:
-        body = body.model_copy(update={"version": state.command.version})
-    if state.command.kv is not None:
-        policy = body.policy.model_copy(update={"kv": state.command.kv})
-        body = body.model_copy(update={"policy": policy})
     before = state.changed_source(base, body)
     all_or_none = session.listening and body.policy.on_prepare_failure == "abort"
     try:
@@ -182,7 +177,7 @@ def complete(state: CommandState) -> Steps:
             stated = state.command.digest or body.digest or session.digest or None
             prepared = evaluate_prepare(replies, set(ready), body.policy, stated)
         if all_or_none:
-            state.see((yield Survey("recheck")))
+            state.seen = yield Survey("recheck")
             _refuse_joiners(state, session)
         gone = sorted(session.prepared.keys() - ready.keys())
         prepared = replace(prepared, excluded=[*gone, *prepared.excluded])
@@ -204,17 +199,13 @@ def complete(state: CommandState) -> Steps:
 # ---- the session ----
 
 
-def _any_session(waiting: UpdateSession) -> bool:
-    return True
-
-
 def _session(
     state: CommandState, committed_fix: str
 ) -> Generator[Instruction, Any, tuple[UpdateSession, DecisionRecord]]:
     """The prepared update that the command names. Conflict, with `committed_fix`: it is committed already."""
-    session, base = yield from survey(state, _any_session)
+    session, base = yield from survey(state, lambda waiting: True)
     if _is_decided(state, session, base):
-        raise _committed(base, committed_fix)
+        raise committed_already(base.update_id, base.made, committed_fix)
     return _expected(state, session), base
 
 
@@ -223,14 +214,6 @@ def _is_decided(state: CommandState, session: UpdateSession | None, base: Decisi
     answer."""
     meant = state.command.update_id or (session.update_id if session is not None else "")
     return meant != "" and base.update_id == meant
-
-
-def _committed(base: DecisionRecord, fix: str) -> Conflict:
-    return Conflict(
-        f"the update {base.update_id!r} is committed as {base.made.label}",
-        version=base.made.to_wire(),
-        fix=fix,
-    )
 
 
 def _expected(state: CommandState, session: UpdateSession | None) -> UpdateSession:
@@ -256,7 +239,7 @@ def _give_up(state: CommandState, update_id: str) -> Generator[Instruction, Any,
 
 
 def _still_ready(state: CommandState, session: UpdateSession, policy: UpdatePolicy) -> Members:
-    ready = still_there(session.prepared, state.members)
+    ready = still_there(session.prepared, state.seen.members)
     if not ready or (len(ready) < len(session.prepared) and policy.on_prepare_failure == "abort"):
         raise left_early(session.prepared, ready)
     if len(ready) < policy.min_ready:
@@ -265,7 +248,7 @@ def _still_ready(state: CommandState, session: UpdateSession, policy: UpdatePoli
 
 
 def _refuse_joiners(state: CommandState, session: UpdateSession) -> None:
-    joined = sorted(state.members.keys() - session.prepared.keys())
+    joined = sorted(state.seen.members.keys() - session.prepared.keys())
     if joined:
         raise MembershipChanged(
             f"{', '.join(joined[:SHOWN])} joined since, and can't get what was pushed",
@@ -283,8 +266,10 @@ def _listen(
     """Makes every member listen for what the trainer pushes."""
     yield BeginJournal(base)
     before = state.changed_source(base, body)
-    needs = Needs(state.command.update_id, frozenset(state.members))
-    replies = yield from ask_to_prepare("listen_update", needs, label_of(base, body), body, state.members, before)
+    needs = Needs(state.command.update_id, frozenset(state.seen.members))
+    replies = yield from ask_to_prepare(
+        "listen_update", needs, label_of(base, body), body, state.seen.members, before
+    )
     with naming_workers(replies):
         return evaluate_listening(replies)
 

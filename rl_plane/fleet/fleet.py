@@ -32,7 +32,7 @@ from rl_plane.errors import (
     Unsupported,
     WrongIncarnation,
 )
-from rl_plane.fleet.call_span import begin_span, note_reply
+from rl_plane.fleet.call_reports import begin_span, note_reply, noticed
 from rl_plane.fleet.fleet_call import (
     ASKED_BY,
     CALLED_FROM,
@@ -57,17 +57,14 @@ from rl_plane.fleet.fleet_replies import (
     with_pipeline_stages,
 )
 from rl_plane.fleet.fleet_updates import FleetUpdates
-from rl_plane.fleet.op_notices import noticed
 from rl_plane.membership.core import Snapshot
 from rl_plane.membership.worker_calls import FanOut, WorkerCalls, check_pin
 from rl_plane.protocol import update_requests, worker_ops
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
-from rl_plane.protocol.fleet_reply_types import LeftWorker, StartingWorker
+from rl_plane.protocol.fleet_reply_types import LeftWorker, RunningUpdate, StartingWorker
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
-from rl_plane.protocol.running import RunningUpdate
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, MEMORY, PAUSE, Subjects, check_name
 from rl_plane.protocol.validation import Empty, parse_body, same_values
-from rl_plane.protocol.versions import WeightVersion
 from rl_plane.transports.group.torch_group import FORM_MARGIN_S, JOIN_TORCH_S
 
 log = logging.getLogger("rl_plane.fleet")
@@ -95,7 +92,7 @@ class Fleet:
 
     def __init__(self, client: WorkerCalls) -> None:
         self.client = client
-        self._updates = updates = FleetUpdates(client)
+        self.updates = updates = FleetUpdates(client)
         self.expected = 0
         """The number of workers that must serve before the client's own component is ready. A call's `min_workers`
         counts instead."""
@@ -456,7 +453,7 @@ class Fleet:
             check_engines(call, snapshot)
             places = group_places(snapshot, given)
             if not own:  # it replaces the present group, by which another trainer may be sending
-                await self._updates.check_none_waits(call, held)
+                await self.updates.check_none_waits(call, held)
             start = time.monotonic()
             body, members = {**given, **places}, snapshot.members
             check = {**body, "check_only": True}
@@ -527,13 +524,3 @@ class Fleet:
         is_open = call.op.name == "enable"
         body = {"open": is_open}
         return await self._on_all(call, "set_admission", body, admission=b"" if is_open else DISABLED)
-
-    async def fix_first_version(self) -> None:
-        """Writes the record of a fleet that has none: the newest that a worker knows, else sequence 0 by the model of
-        all workers. Where keys have roles, no worker may write it."""
-        await self._updates.fix_first_version()
-
-    async def finish(self) -> WeightVersion:
-        """Finishes or drops an update whose coordinator has died. Returns what the newest decision has made. Locked
-        while a coordinator is alive."""
-        return await self._updates.finish()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
 
 from pydantic import BaseModel
 
@@ -63,17 +63,8 @@ class FleetCall(Generic[B]):
 
     def with_body(self, body: C) -> FleetCall[C]:
         """This call with another body."""
-        return FleetCall(
-            self.op,
-            self.select,
-            body,
-            self.view,
-            self.request_id,
-            self.may_repeat,
-            self.start,
-            self.asked_by,
-            self.caller,
-        )
+        call: FleetCall[C] = replace(cast(Any, self), body=body)
+        return call
 
     @property
     def pinned(self) -> bool:

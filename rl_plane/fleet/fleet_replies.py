@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plane.commit.history import UpdateEntry, short_sources
-from rl_plane.commit.rules import serves
+from rl_plane.commit.rules import committed_already, serves
 from rl_plane.commit.steps import Outcome
 from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, PlaneError
 from rl_plane.fleet.fleet_call import FleetCall, selected_pipeline_stages
@@ -116,11 +116,7 @@ def ended(entry: UpdateEntry) -> PlaneError:
     """The error that answers a repeated prepare of an update that has ended."""
     if entry.version is None:
         return entry.first_error()
-    return Conflict(
-        f"the update {entry.update_id!r} is committed as {entry.label}",
-        fix="prepare the next one under a new id",
-        version=entry.version.to_wire(),
-    )
+    return committed_already(entry.update_id, entry.version, "prepare the next one under a new id")
 
 
 def facts_of(call: FleetCall[Any], out: FanOut) -> dict[str, Any]:

@@ -16,11 +16,10 @@ from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.history import UpdateEntry, first_answer, is_answered, read_entry, read_history, request_hash
 from rl_plane.commit.journal import Journal
 from rl_plane.commit.past_versions import before_of, rollback_target, source_of, target_of
-from rl_plane.commit.rules import newest, one_model
+from rl_plane.commit.rules import committed_already, newest, one_model
 from rl_plane.commit.session_keepalive import lock_with_keepalive
 from rl_plane.commit.steps import Members, Outcome, PartReceived, Prepared, UpdateCommand
 from rl_plane.errors import (
-    Conflict,
     DeadlineExceeded,
     InvalidRequest,
     Locked,
@@ -345,12 +344,8 @@ class FleetUpdates:
                 )
             await asyncio.sleep(CANCEL_POLL_S)
         entry = await read_entry(bus, state, told) if told else None
-        if entry is not None and entry.outcome == "committed":
-            raise Conflict(
-                f"the update {told} is committed as {entry.label}",
-                version=entry.version.to_wire() if entry.version is not None else None,
-                fix="roll back to the version before, if it is not wanted",
-            )
+        if entry is not None and entry.outcome == "committed" and entry.version is not None:
+            raise committed_already(told, entry.version, "roll back to the version before, if it is not wanted")
         return told if entry is not None and entry.outcome == "aborted" else None
 
     def _aborter(self, call: FleetCall[fleet_ops.AbortWeightsUpdate]) -> str:
@@ -403,7 +398,8 @@ class FleetUpdates:
         return await self._once(call, request, asked_for, {"version": "initial"})
 
     async def fix_first_version(self) -> None:
-        """Writes the record of a fleet that has none. Locked while a coordinator is alive."""
+        """Writes the record of a fleet that has none: the newest that a worker knows, else sequence 0 by the model of
+        all workers. Where keys have roles, no worker may write it. Locked while a coordinator is alive."""
         view = await self._calls.view()
         async with self._calls.lock(view, 0.0):
             entry = await view.read_record()

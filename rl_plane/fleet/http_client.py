@@ -9,6 +9,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -88,22 +89,35 @@ def call_json(
     address: str, body: Mapping[str, Any] | None, key: str | None, timeout_s: float, request_id: str = ""
 ) -> dict[str, Any]:
     """One JSON object from a frontend: POST with a body, else GET. The other arguments are those of `call_facade`."""
-    base = "{0.scheme}://{0.netloc}".format(urlsplit(address))
     data = None if body is None else json.dumps(body, allow_nan=False).encode()
-    headers = {"Accept": "application/json", "Content-Type": "application/json", CLIENT_HEADER: this_process()}
-    headers |= outgoing() or {}
-    if key is not None:
-        headers["Authorization"] = f"Bearer {key}"
+    headers = {"Accept": "application/json", "Content-Type": "application/json", **(outgoing() or {})}
     if request_id:
         headers["Idempotency-Key"] = request_id
+    with _opened(address, data, headers, key, timeout_s) as reply:
+        return _object(_base_of(address), reply.read(MAX_REPLY_BYTES + 1))
+
+
+def _base_of(address: str) -> str:
+    return "{0.scheme}://{0.netloc}".format(urlsplit(address))
+
+
+@contextmanager
+def _opened(
+    address: str, data: bytes | None, headers: dict[str, str], key: str | None, timeout_s: float
+) -> Iterator[http.client.HTTPResponse]:
+    """Opens the answer of a frontend for the block. Errors of HTTP and of the network become PlaneErrors."""
+    base = _base_of(address)
+    headers[CLIENT_HEADER] = this_process()
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
     try:
         request = urllib.request.Request(address, data, headers)
         with _OPENER.open(request, timeout=timeout_s) as reply:
-            return _object(base, reply.read(MAX_REPLY_BYTES + 1))
+            yield reply
     except urllib.error.HTTPError as error:
         with error:
             raise _error(base, error.code, error.read(MAX_REPLY_BYTES)) from error
-    except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
+    except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, (TimeoutError, socket.timeout)):
             raise DeadlineExceeded(f"{base} did not answer within {timeout_s:g} s") from error
@@ -131,36 +145,25 @@ def read_events(
         component: One that the frontend serves. None: its own.
 
     Raises:
-        PlaneError: as the frontend raised it. Unavailable: the connection was lost.
+        PlaneError: as the frontend raised it. Unavailable: the connection was lost. DeadlineExceeded: the frontend is
+            silent.
     """
     base = url.rstrip("/").removesuffix("/v1/rl")
     named = {} if component is None else {"component": component}
     query = urlencode({"since_s": since_s, "follow": str(follow).lower(), **named})
-    headers = {"Accept": "text/event-stream", CLIENT_HEADER: this_process()}
-    if key is not None:
-        headers["Authorization"] = f"Bearer {key}"
+    headers = {"Accept": "text/event-stream"}
     if after is not None:
         headers["Last-Event-ID"] = str(after)
-    try:
-        request = urllib.request.Request(f"{base}/v1/rl/events?{query}", None, headers)
-        with _OPENER.open(request, timeout=EVENTS_SILENT_S) as stream:
-            fields: dict[str, str] = {}
-            while raw := stream.readline(MAX_REPLY_BYTES):
-                name, _, value = raw.decode().rstrip("\n").partition(": ")
-                if name:
-                    fields[name] = value
-                elif "data" in fields:  # an empty line ends an event
-                    number = int(fields["id"]) if "id" in fields else None
-                    yield number, fields["event"], _object(base, fields["data"].encode())
-                    fields = {}
-    except urllib.error.HTTPError as error:
-        with error:
-            raise _error(base, error.code, error.read(MAX_REPLY_BYTES)) from error
-    except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
-        raise Unavailable(
-            f"no frontend answers at {base}: {getattr(error, 'reason', error)}",
-            fix="start one (`rl-plane up`), or set --url / RL_PLANE_URL",
-        ) from error
+    with _opened(f"{base}/v1/rl/events?{query}", None, headers, key, EVENTS_SILENT_S) as stream:
+        fields: dict[str, str] = {}
+        while raw := stream.readline(MAX_REPLY_BYTES):
+            name, _, value = raw.decode().rstrip("\n").partition(": ")
+            if name:
+                fields[name] = value
+            elif "data" in fields:  # an empty line ends an event
+                number = int(fields["id"]) if "id" in fields else None
+                yield number, fields["event"], _object(base, fields["data"].encode())
+                fields = {}
 
 
 def _object(base: str, data: bytes) -> dict[str, Any]:

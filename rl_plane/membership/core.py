@@ -56,14 +56,7 @@ class Member:
         return max(1, len(self.info.get("nodes") or ()))
 
     def to_record(self) -> bytes:
-        packed: bytes = msgpack.packb(
-            {
-                "incarnation": self.incarnation,
-                "server_id": self.server_id,
-                "client_id": self.client_id,
-                "info": dict(self.info),
-            }
-        )
+        packed: bytes = msgpack.packb({name: getattr(self, name) for name in _RECORD_TYPES})
         return packed
 
     @classmethod
@@ -72,14 +65,8 @@ class Member:
         record = decoded(entry, _decode_record)
         if record is None:
             return None
-        return cls(
-            entry.key[len(MEMBER_PREFIX) :],
-            record["incarnation"],
-            record["server_id"],
-            record["client_id"],
-            entry.sequence,
-            record["info"],
-        )
+        values = {name: record[name] for name in _RECORD_TYPES}
+        return cls(entry.key[len(MEMBER_PREFIX) :], revision=entry.sequence, **values)
 
 
 def _decode_record(value: bytes) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -211,13 +211,6 @@ class Tolerance:
         return max(self.absolute, self.relative * abs(expected))
 
 
-def tolerance_within(kind: str) -> Tolerance:
-    """The default tolerance between two engines of one kind."""
-    if _is_float32(kind):
-        return Tolerance(WITHIN_KIND_FLOAT32)
-    return Tolerance(WITHIN_KIND_HALF, ROUNDING_WITHIN_KIND)
-
-
 def _is_float32(kind: str) -> bool:
     return "/float32/" in kind
 
@@ -265,9 +258,10 @@ class CanaryRecord(Stored):
 
     def within(self, kind: str) -> Tolerance:
         """The tolerance between engines of this kind."""
-        default = tolerance_within(kind)
         bound = self.tolerance if self.tolerance is not None else ACROSS_KINDS
-        return replace(default, absolute=min(bound, default.absolute))
+        if _is_float32(kind):
+            return Tolerance(min(bound, WITHIN_KIND_FLOAT32))
+        return Tolerance(min(bound, WITHIN_KIND_HALF), ROUNDING_WITHIN_KIND)
 
 
 @dataclass(frozen=True, slots=True)

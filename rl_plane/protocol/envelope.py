@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgpack
+from pydantic import Field, ValidationError
 
 from rl_plane.errors import InvalidRequest, PlaneError
+from rl_plane.protocol.stored import Stored
 from rl_plane.protocol.strict_json import parse_json_object
+from rl_plane.protocol.validation import invalid_from_pydantic
 
 PROTOCOL_VERSION = 1
 
@@ -33,23 +36,27 @@ Status = Literal["ok", "error", "skipped"]
 _JSON_START = b"{ \t\r\n"
 
 
+_Text = Annotated[str, Field(strict=True)]
+_Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
+
+
 @dataclass(frozen=True, slots=True)
-class Request:
+class Request(Stored):
     """A request. Only `op` is required on the wire."""
 
-    op: str
-    body: dict[str, Any] = field(default_factory=dict)
-    id: str = ""
-    epoch: int | None = None
+    op: _Text
+    body: dict[_Text, Any] = field(default_factory=dict)
+    id: Annotated[str, Field(strict=True, max_length=MAX_ID_CHARS)] = ""
+    epoch: _Count | None = None
     """The membership epoch that the caller means. The process that fans the request out checks it."""
-    fingerprint: str | None = None
-    targets: tuple[str, ...] | None = None
+    fingerprint: _Text | None = None
+    targets: tuple[_Text, ...] | None = None
     """Instance ids. None: all."""
-    fence: int | None = None
+    fence: _Count | None = None
     """The sender's fence. Workers refuse a lower fence than the highest that they have seen."""
-    incarnation: str | None = None
+    incarnation: _Text | None = None
     """The process that the request is for. Another process refuses it."""
-    timeout_ms: int | None = None
+    timeout_ms: _Count | None = None
     """The time for which the sender waits. The receiver counts from the arrival, so clocks need not agree."""
 
     def to_wire(self) -> dict[str, Any]:
@@ -136,20 +143,8 @@ def decode(data: bytes) -> dict[str, Any]:
     return value
 
 
-_TYPES: dict[str, tuple[type, str]] = {
-    "op": (str, "a string"),
-    "body": (dict, "a map"),
-    "id": (str, "a string"),
-    "epoch": (int, "an integer"),
-    "fingerprint": (str, "a string"),
-    "targets": (list, "a list of instance ids"),
-    "fence": (int, "an integer"),
-    "incarnation": (str, "a string"),
-    "timeout_ms": (int, "an integer (milliseconds)"),
-}
-
-
 def request_from_wire(wire: dict[str, Any]) -> Request:
+    """Parses a request. InvalidRequest names the first wrong field."""
     version = wire.get("v", PROTOCOL_VERSION)
     if version != PROTOCOL_VERSION or isinstance(version, bool):
         raise InvalidRequest(
@@ -157,31 +152,11 @@ def request_from_wire(wire: dict[str, Any]) -> Request:
             field="v",
             fix=f"send v={PROTOCOL_VERSION} or leave it out",
         )
-    fields: dict[str, Any] = {}
-    for key, value in wire.items():
-        if key == "v":
-            continue
-        if key not in _TYPES:
-            raise InvalidRequest(
-                f"unknown field {key!r}", field=str(key), fix=f"the fields are v, {', '.join(_TYPES)}"
-            )
-        if value is None:
-            continue
-        kind, words = _TYPES[key]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise InvalidRequest(f"{key} must be {words}", field=key, fix=f"send {words}")
-        if isinstance(value, int) and not 0 <= value <= MAX_INTEGER:
-            raise InvalidRequest(f"{key} is {value}", field=key, fix=f"0 to {MAX_INTEGER}")
-        fields[key] = value
-    if "op" not in fields:
-        raise InvalidRequest("op is missing", field="op", fix='such as {"op":"state"}')
-    if len(fields.get("id", "")) > MAX_ID_CHARS:
-        raise InvalidRequest(f"id has more than {MAX_ID_CHARS} characters", field="id", fix="send a shorter id")
-    if "targets" in fields:
-        if not all(isinstance(target, str) for target in fields["targets"]):
-            raise InvalidRequest("targets must be instance ids", field="targets", fix="send a list of strings")
-        fields["targets"] = tuple(fields["targets"])
-    return Request(**fields)
+    absent = {"v", *(key for key in ("body", "id") if wire.get(key) is None)}
+    try:
+        return Request.from_wire({key: value for key, value in wire.items() if key not in absent})
+    except ValidationError as error:
+        raise invalid_from_pydantic(error) from error
 
 
 def engine_replies(reply: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -69,14 +69,14 @@ class FleetReply(BaseModel):
 
 
 class LoadLora(validation.Body):
-    lora_name: str = Field(min_length=1, max_length=validation.LABEL_CHARS, pattern=validation.PRINTABLE)
+    lora_name: validation.Label
     lora_path: str = Field(min_length=1)
     cast: bool = False
     """Allow an adapter of another float dtype than the engine's. It is converted."""
 
 
 class UnloadLora(validation.Body):
-    lora_name: str = Field(min_length=1, max_length=validation.LABEL_CHARS, pattern=validation.PRINTABLE)
+    lora_name: validation.Label
 
 
 class UpdateId(validation.Body):
@@ -96,9 +96,7 @@ class ReceiveWeightsPart(update_requests.Part, UpdateId):
     """A part of an update that was prepared with `transport: {backend, group, in_parts: true}`, or with `{backend: ipc,
     in_parts: true}`."""
 
-    version: str | None = Field(
-        None, min_length=1, max_length=validation.LABEL_CHARS, pattern=validation.PRINTABLE
-    )
+    version: validation.Label | None = None
     """The update's label, for a trainer that gives it with a part. None: no change."""
     pause_mode: PauseMode | None = None
     """Replaces the policy's pause mode, for a trainer that gives it with a part. None: no change."""
@@ -107,14 +105,12 @@ class ReceiveWeightsPart(update_requests.Part, UpdateId):
 
 
 class LabelUpdate(UpdateId):
-    version: str = Field(min_length=1, max_length=validation.LABEL_CHARS, pattern=validation.PRINTABLE)
+    version: validation.Label
     """The update's label, until a later call changes it."""
 
 
 class CompleteUpdate(UpdateId):
-    version: str | None = Field(
-        None, min_length=1, max_length=validation.LABEL_CHARS, pattern=validation.PRINTABLE
-    )
+    version: validation.Label | None = None
     """The update's label, for a trainer that gives it only now."""
     digest: str | None = Field(None, pattern=validation.DIGEST)
     """The digest of the sent weights, for a trainer that knows it only now."""

@@ -137,31 +137,29 @@ class Subjects:
         """The subject on which the supervisor of a worker's process says how the process has ended."""
         return f"{self.namespace}.{self.component}.exited.{instance_id}"
 
+    def _bucket(self, name: str) -> KeyValueBucket:
+        owner = f"{self.namespace}.{self.component}"
+        return KeyValueBucket(f"rlp_{self.namespace}_{self.component}_{name}", owner)
+
     @property
     def members(self) -> KeyValueBucket:
-        return KeyValueBucket(
-            f"rlp_{self.namespace}_{self.component}_members", f"{self.namespace}.{self.component}"
-        )
+        return self._bucket("members")
 
     @property
     def state(self) -> KeyValueBucket:
-        return KeyValueBucket(f"rlp_{self.namespace}_{self.component}_state", f"{self.namespace}.{self.component}")
+        return self._bucket("state")
 
     @property
     def offers(self) -> KeyValueBucket:
         """The bucket in which a worker says where others can fetch the weights that it keeps in memory: the key is its
         instance id. It is apart from the state, because one write to a bucket can empty it (`Nats-Rollup`), and workers
         write here."""
-        return KeyValueBucket(
-            f"rlp_{self.namespace}_{self.component}_offers", f"{self.namespace}.{self.component}"
-        )
+        return self._bucket("offers")
 
     @property
     def events(self) -> KeyValueBucket:
         """The bucket in which frontends store the events of the last hour."""
-        return KeyValueBucket(
-            f"rlp_{self.namespace}_{self.component}_events", f"{self.namespace}.{self.component}"
-        )
+        return self._bucket("events")
 
     def object(self, object_id: str) -> StoredObject:
         return StoredObject(

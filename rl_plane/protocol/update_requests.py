@@ -20,6 +20,7 @@ from rl_plane.protocol.validation import (
     PAUSE_WORDS,
     PRINTABLE,
     Body,
+    Label,
     without_sglangs_names,
 )
 from rl_plane.protocol.versions import (
@@ -78,7 +79,7 @@ class LoraTarget(Body):
     op: Literal["load", "swap", "unload"]
     """`load`: adds an adapter. `swap`: replaces the adapter with this name. `unload`: removes it (without a
     transport)."""
-    name: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    name: Label
 
 
 class Transport(BaseModel):
@@ -395,10 +396,6 @@ class FollowedReply(TypedDict):
     """The sequence of the newest record that the worker knows, which may be a newer one."""
 
 
-class ReportRecord(Body):
-    """No fields."""
-
-
 class RecordReport(TypedDict):
     """The newest record that this worker knows. A coordinator compares it with the store, which may have lost a
     write."""
@@ -509,7 +506,7 @@ class _Update(Body):
     base: str | None = Field(None, pattern=DIGEST)
     """For a delta: the digest of the committed version, to which it is applied. For a partial version: that digest, or
     the digest of an earlier version on which the committed one was built."""
-    version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    version: Label | None = None
     """The trainer's label for the version, such as `step_17`. None: the sequence number."""
     step: int | None = Field(None, ge=0, le=MAX_STEP)
     """The trainer's step, for the history (`GET /v1/rl/updates`)."""
@@ -709,7 +706,7 @@ class UpdateWeights(_Update):
 class Rollback(Body):
     """Names a committed version of the history, by exactly one of the two fields."""
 
-    label: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    label: Label | None = None
     """The newest version with this label."""
     sequence: int | None = Field(None, ge=0)
 

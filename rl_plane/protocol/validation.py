@@ -90,6 +90,7 @@ def same_values(model: type[M], checked: BaseModel) -> M:
 
 FIXES = {
     "extra_forbidden": "leave it out",
+    "unexpected_keyword_argument": "leave it out",
     "missing": "add it",
     "too_short": "give at least {min_length}",
     "too_long": "give at most {max_length}",

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError, Unsupported
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
-from rl_plane.protocol.validation import parse_body
+from rl_plane.protocol.validation import invalid_from_pydantic
 
 GROUP = "vllm"
 """The name of the trainer's group. vLLM's clients form one group and give it no name."""
@@ -128,12 +128,10 @@ class Transfer:
 
 def parse_part(model: type[P], given: Mapping[str, Any], part: str) -> P:
     """Parses one part of a body. `part`: its field in the body, for error messages."""
-    known = {name: value for name, value in given.items() if name in model.model_fields}
     try:
-        return parse_body(model, known)
-    except InvalidRequest as error:
-        field = f"{part}.{error.facts.get('field', '')}"
-        raise InvalidRequest(error.message, **{**error.facts, "field": field}) from error
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise invalid_from_pydantic(error, part) from error
 
 
 def check_init(info: InitInfo, workers: Iterable[Mapping[str, Any]]) -> None:

@@ -32,7 +32,6 @@ from rl_plane.protocol.update_requests import (
     ReceivePart,
     ReceiveRequest,
     RecordReport,
-    ReportRecord,
     Transport,
     UpdateWeights,
 )
@@ -537,7 +536,7 @@ OPS: dict[str, Op] = {
         Op("state", Empty, StateReply, False, QUICK_S, doc="Admission, pause, version, load."),
         Op(
             "report_record",
-            ReportRecord,
+            Empty,
             RecordReport,
             False,
             QUICK_S,

@@ -283,7 +283,7 @@ async def test_the_roll_back_of_a_dead_coordinator_is_in_the_history(
         ends_at(patch, "commit", _Dies())
         with pytest.raises(_Dies):
             await fleet.run("update_weights", wrong, request_id="bad")
-    await fleet.finish()
+    await fleet.updates.finish()
     before: list[Row] = [
         ("one", "committed", 3, None),
         ("two", "aborted", None, "numerics"),
@@ -319,7 +319,7 @@ async def test_scores_reach_the_next_coordinator_while_failed_weights_are_fetche
         return any(reason.startswith("behind") for reason in reasons)
 
     await plane.until(fetching)
-    await fleet.finish()
+    await fleet.updates.finish()
     await until_serving(plane, fleet.client, only.instance_id, "one")
 
 

@@ -124,7 +124,7 @@ BAD: list[tuple[bytes, str, str]] = [
     (b'{"op": "state", "body": []}', "invalid_request", "body"),
     (b'{"op": "state", "body": {"what": 1}}', "invalid_request", "what"),
     (b'{"op": "state", "targets": "all"}', "invalid_request", "targets"),
-    (b'{"op": "state", "targets": [1]}', "invalid_request", "targets"),
+    (b'{"op": "state", "targets": [1]}', "invalid_request", "targets.0"),
     (b'{"op": "state", "epoch": true}', "invalid_request", "epoch"),
     (b'{"op": "pause", "fence": 5}', "invalid_request", "fence"),
     (b'{"op": "pause", "body": {"mode": "hard"}}', "invalid_request", "mode"),

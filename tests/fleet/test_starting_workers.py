@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from frontend.server.options import FrontendOptions
-from rl_plane.protocol.process_notices import ExitNotice, StartNotice
+from rl_plane.protocol.notices import ExitNotice, StartNotice
 from rl_plane.protocol.subjects import Subjects
 from tests.conftest import Plane, Spawned
 from tests.support.frontend_here import started

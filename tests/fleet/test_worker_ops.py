@@ -176,7 +176,7 @@ async def test_a_made_up_fence_on_a_reading_op_locks_nobody_out(own: Raw, fence:
         ({"op": "state", "id": 5}, "id"),
         ({"op": "state", "id": "x" * 129}, "id"),
         ({"op": "state", "targets": "all"}, "targets"),
-        ({"op": "state", "targets": [1]}, "targets"),
+        ({"op": "state", "targets": [1]}, "targets.0"),
         ({"op": "state", "fence": "1"}, "fence"),
         ({"op": "state", "fence": 1.5}, "fence"),
         ({"op": "state", "timeout_ms": "soon"}, "timeout_ms"),

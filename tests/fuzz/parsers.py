@@ -13,7 +13,7 @@ from rl_plane.errors import PlaneError
 from rl_plane.membership.core import Member
 from rl_plane.protocol.canary import CanaryHistory
 from rl_plane.protocol.envelope import decode, request_from_wire
-from rl_plane.protocol.op_notice import OpNotice
+from rl_plane.protocol.notices import OpNotice
 from rl_plane.protocol.record import DecisionRecord, DesiredMemory, DesiredPause, UpdateSession, first_record
 from rl_plane.protocol.strict_json import parse_json_object
 from rl_plane.protocol.subjects import Entry

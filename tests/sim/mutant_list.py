@@ -444,7 +444,7 @@ MUTANTS = [
     Mutant(
         "update: a resumed fleet is paused again",
         "rl_plane/commit/opening.py",
-        "if record.keep_pause and state.pause_written < record.fence:",
+        "if record.keep_pause and state.seen.pause_written < record.fence:",
         "if record.keep_pause:",
         RECOVERY + "a_coordinator_that_finishes_a_keep_pause_update_saves_the_pause",
     ),
@@ -558,7 +558,7 @@ MUTANTS = [
     Mutant(
         "session: of workers that have left",
         "rl_plane/commit/sessions.py",
-        "    ready = still_there(session.prepared, state.members)\n    if not ready or",
+        "    ready = still_there(session.prepared, state.seen.members)\n    if not ready or",
         "    ready = dict(session.prepared)\n    if not ready or",
         SESSIONS + "a_session_that_lost_a_worker",
     ),
@@ -572,7 +572,7 @@ MUTANTS = [
     Mutant(
         "session: a worker that joins meanwhile has not got it",
         "rl_plane/commit/sessions.py",
-        '            state.see((yield Survey("recheck")))\n            _refuse_joiners(state, session)\n',
+        '            state.seen = yield Survey("recheck")\n            _refuse_joiners(state, session)\n',
         "            pass\n",
         SESSIONS + "a_worker_that_joins_after_the_push_began_aborts_it_or_is_excluded",
     ),
@@ -593,7 +593,7 @@ MUTANTS = [
     Mutant(
         "session: a decided one is aborted",
         "rl_plane/commit/sessions.py",
-        "    if _is_decided(state, session, base):\n        raise _committed(base, committed_fix)\n",
+        "    if _is_decided(state, session, base):\n        raise committed_already(base.update_id, base.made, committed_fix)\n",
         "",
         SESSIONS + "what_is_decided_is_neither_aborted_nor_named_nor_prepared_again",
     ),

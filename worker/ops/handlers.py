@@ -138,7 +138,7 @@ class OpHandlers:
             draining=bool(state.closed.keys() & {"draining", "leaving"}),
         )
 
-    def _report_record(self, body: update_requests.ReportRecord, fence: int) -> update_requests.RecordReport:
+    def _report_record(self, body: validation.Empty, fence: int) -> update_requests.RecordReport:
         record = self.core.record
         return update_requests.RecordReport(
             record=record.to_wire() if record is not None else None,

@@ -18,7 +18,7 @@ import nats.errors
 from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
 from rl_plane.bus.credentials import NatsCredentials
 from rl_plane.errors import BusUnreachable, PlaneError
-from rl_plane.protocol.process_notices import EVERY_S, MAX_CHARS, StartNotice
+from rl_plane.protocol.notices import EVERY_S, MAX_CHARS, StartNotice
 from rl_plane.protocol.subjects import Subjects
 
 log = logging.getLogger("worker.runtime.start_notices")

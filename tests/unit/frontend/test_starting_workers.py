@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 from frontend.facade import starting_workers
 from frontend.facade.starting_workers import SILENT_S, StartingWorkers
 from rl_plane.membership.core import Changed, Member
-from rl_plane.protocol.process_notices import StartNotice
+from rl_plane.protocol.notices import StartNotice
 from rl_plane.protocol.subjects import Subjects
 
 FLEET = Subjects("demo", "engine")

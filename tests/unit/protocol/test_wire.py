@@ -33,7 +33,7 @@ from rl_plane.protocol.envelope import (
     request_from_wire,
 )
 from rl_plane.protocol.fleet_ops import FLEET_OPS
-from rl_plane.protocol.op_notice import OpNotice
+from rl_plane.protocol.notices import OpNotice
 from rl_plane.protocol.record import first_record
 from rl_plane.protocol.subjects import Subjects, check_instance_id, key_of_inbox
 from rl_plane.protocol.versions import TensorSpec, WeightVersion, tensors_digest
@@ -236,7 +236,7 @@ def test_a_message_over_the_limit_is_not_parsed() -> None:
         ({"op": "x", "epoch": -1}, "epoch"),
         ({"op": "x", "fingerprint": 1}, "fingerprint"),
         ({"op": "x", "targets": "a"}, "targets"),
-        ({"op": "x", "targets": [1]}, "targets"),
+        ({"op": "x", "targets": [1]}, "targets.0"),
         ({"op": "x", "incarnation": 1}, "incarnation"),
         ({"op": "x", "deadline": math.inf}, "deadline"),
         ({"op": "x", "what": 1}, "what"),

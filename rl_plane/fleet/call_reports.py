@@ -1,13 +1,20 @@
-"""The span of one call to the fleet: what was asked for, by whom, and what came of it."""
+"""Reports one call to the fleet: its trace span, and the notice to the frontends, whose events show it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
+
+import nats.errors
 
 from rl_plane._util import tracing
 from rl_plane._util.tracing import OFF, Span
+from rl_plane.errors import PlaneError
 from rl_plane.fleet.fleet_call import FleetCall
+from rl_plane.membership.worker_calls import WorkerCalls
+from rl_plane.protocol.notices import MAX_CHARS, OpNotice
 
 BEGINS_UPDATE = frozenset(
     {"update_weights", "prepare_weights_update", "load_lora_adapter", "unload_lora_adapter", "new_run"}
@@ -61,3 +68,22 @@ def note_reply(span: Span, reply: Mapping[str, Any]) -> None:
         sent_bytes=reply.get("sent_bytes"),
         model_bytes=reply.get("model_bytes"),
     )
+
+
+@asynccontextmanager
+async def noticed(client: WorkerCalls, op: str, components: Sequence[str]) -> AsyncIterator[None]:
+    """Reports the end of the op that the block carries out, to the frontends of each component."""
+    outcome = "cancelled"
+    try:
+        yield
+        outcome = "ok"
+    except PlaneError as error:
+        outcome = error.code
+        raise
+    finally:
+        key = client.bus.login.public or ""
+        notice = OpNotice(op=op, who=client.owner[:MAX_CHARS], key=key, outcome=outcome).encode()
+        for component in components:
+            # A notice is news. What has happened is in the record and in the history.
+            with contextlib.suppress(nats.errors.Error):
+                await client.bus.nc.publish(client.subjects(component).op_notices, notice)

@@ -1,24 +1,26 @@
-"""The notices about a worker's process that are not from a member: it loads its engine, or it has ended.
+"""The notices that frontends list or show as events: a worker's process loads its engine or has ended, and a process
+with `RlClient` has carried out a changing op.
 
-A notice changes nothing in the fleet: frontends only list what it says. It is not proved, except that a key that
-belongs to one worker can send only this worker's notices that it starts.
+A notice changes nothing in the fleet. It is not proved, because NATS does not tell a receiver whose key has published a
+message. But a key that belongs to one worker can send only this worker's notices that it starts.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.envelope import decode, encode
-from rl_plane.protocol.subjects import check_instance_id
+from rl_plane.protocol.fleet_ops import FLEET_OPS
+from rl_plane.protocol.subjects import USER_KEY, check_instance_id
 from rl_plane.protocol.validation import PRINTABLE, Body, parse_body
 
 MAX_BYTES = 4096
 """The bytes of one notice. Its four texts and its numbers have less than a third of them."""
 MAX_CHARS = 256
-"""The characters of each text. The longest is a host's name."""
+"""The characters of each text. The longest are a host's name, and a process with its host."""
 MAX_S = 1e9
 """More seconds than any process runs."""
 
@@ -71,3 +73,22 @@ class ExitNotice(_Notice):
     pid: _Number
     exit_code: Annotated[int, Field(ge=-64, le=255)]
     """Negative: the number of the signal that has killed it."""
+
+
+class OpNotice(_Notice):
+    """A process that has no listener says which changing op it has carried out."""
+
+    op: _Short
+    who: _Short
+    """The process that has coordinated the op, as the history names it."""
+    key: Annotated[str, Field(pattern=rf"^({USER_KEY})?$")] = ""
+    """The public key by which that process is connected. Empty: it has none."""
+    outcome: _Short
+    """`ok`, or the error's code."""
+
+    @field_validator("op")
+    @classmethod
+    def _changes(cls, op: str) -> str:
+        if op not in FLEET_OPS or FLEET_OPS[op].method == "GET":
+            raise InvalidRequest(f"{op!r} is no changing op", field="op", fix="name an op that changes")
+        return op
