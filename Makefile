@@ -43,20 +43,15 @@ demo: setup
 # Real processes on a machine that others use too: a test that fails is tried once more, and both outcomes are printed.
 # Beyond so many it is no accident.
 PYTEST := $(BIN)/python -m pytest --durations 40 --reruns 1 --max-suite-reruns 4 --rerun-show-tracebacks
-# Most of what is no engine's waits for somebody: six processes keep two cores busy. Of engines three do, as each needs
+# Most of what is no engine's waits for somebody: five processes keep two cores busy. Of engines three do, as each needs
 # a core to start and waits then.
 # The files run by name: in order of their counts, the files with few and long tests would come last, one beside idle cores.
 BESIDE := $(PYTEST) --dist loadfile --no-loadscope-reorder
 
-# The tests marked `spare` only compute: at the lowest priority they take what those marked `alone` leave of the cores.
-SPARE_LOG := $(VENV)/spare.log
-
 test: engines lint
-	$(BESIDE) -n 6 -m 'not (engines or spare) and (not slow or parallel)'
-	$(BESIDE) -n 3 -m '(engines or (slow and not parallel)) and not (alone or bench or docs or kills or spare)'
-	@nice -n 19 $(PYTEST) -m spare >$(SPARE_LOG) 2>&1 & spare=$$!; \
-	$(PYTEST) -m 'alone and not kills'; alone=$$?; \
-	wait $$spare && tail -n 1 $(SPARE_LOG) || { cat $(SPARE_LOG); exit 1; }; exit $$alone
+	$(BESIDE) -n 5 -m 'not engines and (not slow or parallel)'
+	$(BESIDE) -n 3 -m '(engines or (slow and not parallel)) and not (alone or bench or docs or kills)'
+	$(PYTEST) -m 'alone and not kills'
 
 # The commands of each page of docs/. `make test` runs those of the README alone: the pages take a quarter of an hour.
 test-docs: engines

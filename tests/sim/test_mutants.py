@@ -39,7 +39,6 @@ def test_what_is_not_there_once_is_a_mistake() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.spare
 @pytest.mark.timeout(BOUND_S + 30)
 def test_without_a_guard_its_test_fails() -> None:
     command = [sys.executable, "-m", "tests.sim.mutants", "--short"]

@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 
 BOUND_S = 570
 """It takes a core 40 s, of few that others use too."""
-pytestmark = [pytest.mark.slow, pytest.mark.spare, pytest.mark.timeout(BOUND_S + 30)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(BOUND_S + 30)]
 
 SEEDS = 150
 GUARD_SEEDS = 600

@@ -182,7 +182,6 @@ OF_STATE = frozenset(
 """These sampling parameters are what the engine makes of a request, not what a caller sends."""
 
 
-@pytest.mark.spare
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=pytest.mark.engines(name)) for name in THEIRS])
 def test_what_an_engines_own_server_takes_is_served_or_refused_by_name(engine: str) -> None:

@@ -33,7 +33,7 @@ from worker.receive.staging import adapter_digest, model_digest
 from worker.testing.tiny_adapter import make_tiny_adapter
 from worker.testing.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.spare]
+pytestmark = pytest.mark.slow
 
 RANKS_S = 300.0
 """Two processes that import torch beside other tests."""
