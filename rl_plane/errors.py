@@ -74,10 +74,14 @@ class InvalidWeights(InvalidRequest):
 
 
 class FenceRequired(InvalidRequest):
+    """The op changes the worker, and the message has no fence."""
+
     code = "fence_required"
 
 
 class Unauthorized(PlaneError):
+    """The key is missing or unknown."""
+
     code = "unauthorized"
     http_status = 401
 
@@ -90,11 +94,15 @@ class PermissionDenied(PlaneError):
 
 
 class NotFound(PlaneError):
+    """Nothing has this name: no worker, update, version or adapter."""
+
     code = "not_found"
     http_status = 404
 
 
 class Conflict(PlaneError):
+    """The state of the fleet or of the worker does not permit the call."""
+
     code = "conflict"
     http_status = 409
 
@@ -122,14 +130,20 @@ class MembershipChanged(Conflict):
 
 
 class StaleFence(Conflict):
+    """Another coordinator has taken over."""
+
     code = "stale_fence"
 
 
 class WrongIncarnation(Conflict):
+    """The message is for an earlier process of this worker."""
+
     code = "wrong_incarnation"
 
 
 class NotPrepared(Conflict):
+    """A commit came without a matching prepare."""
+
     code = "not_prepared"
 
 
@@ -140,6 +154,8 @@ class NotAtBase(Conflict):
 
 
 class UpdateAborted(Conflict):
+    """The update has ended without a commit."""
+
     code = "update_aborted"
 
 
@@ -150,11 +166,15 @@ class CanaryFailed(Conflict):
 
 
 class PayloadTooLarge(PlaneError):
+    """The message or the body is larger than its limit."""
+
     code = "payload_too_large"
     http_status = 413
 
 
 class EngineFailed(PlaneError):
+    """The engine has raised an error."""
+
     code = "engine_failed"
     http_status = 500
 
@@ -167,6 +187,8 @@ class EngineDied(EngineFailed):
 
 
 class Unsupported(PlaneError):
+    """This engine or this transport does not have what the call asks for."""
+
     code = "unsupported"
     http_status = 501
 
@@ -179,14 +201,20 @@ class Unavailable(PlaneError):
 
 
 class NoWorkers(Unavailable):
+    """The fleet has no worker for the call."""
+
     code = "no_workers"
 
 
 class Locked(Unavailable):
+    """Another coordinator holds the lock: another update or op is under way."""
+
     code = "locked"
 
 
 class NotAdmitted(Unavailable):
+    """The worker takes no requests."""
+
     code = "not_admitted"
 
 
@@ -197,6 +225,8 @@ class WrongNumerics(NotAdmitted):
 
 
 class WorkerLost(Unavailable):
+    """The worker died or left while it had the request."""
+
     code = "worker_lost"
 
 
@@ -244,10 +274,14 @@ class FrontendEnding(Unavailable):
 
 
 class BusUnreachable(Unavailable):
+    """NATS does not answer."""
+
     code = "bus_unreachable"
 
 
 class DeadlineExceeded(PlaneError):
+    """The answer did not come in time."""
+
     code = "deadline_exceeded"
     http_status = 504
 

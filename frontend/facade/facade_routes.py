@@ -230,7 +230,11 @@ def add_own_routes(api: Api, name: str, facts: AboutFrontend, running: Mapping[s
                 raise InvalidRequest(f"unknown field {field!r}", field=field, fix="use id or component")
         begins, component = request.query_params.get("id", ""), request.query_params.get("component")
         if len(begins) > MAX_ID_CHARS:
-            raise InvalidRequest(f"id has {len(begins)} characters", field="id", fix="give the id of a reply")
+            raise InvalidRequest(
+                f"id has {len(begins)} characters, at most {MAX_ID_CHARS} are allowed",
+                field="id",
+                fix="give the id of a reply",
+            )
         asked = {name: one for name, one in running.items() if component in (None, name)}
         if not asked:
             raise NotFound(

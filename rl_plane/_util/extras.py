@@ -19,6 +19,8 @@ EXTRA_OF_MODULE = {
     "opentelemetry": "otel",
     "starlette": "frontend",
     "uvicorn": "frontend",
+    "orjson": "frontend",
+    "ijson": "frontend",
     "matplotlib": "demo",
     "click": "cli",
     "rich": "cli",

@@ -393,9 +393,7 @@ class IncomingStream:
 
 def unreadable(why: str) -> EngineFailed:
     """The error of a stream with a message that no worker sends."""
-    return EngineFailed(
-        f"the worker's stream can't be read: {why}", fix="do the worker and the frontend have the same version?"
-    )
+    return EngineFailed(f"the worker's stream can't be read: {why}", fix="install one version at both")
 
 
 def _error_of(wire: Any) -> PlaneError:

@@ -13,6 +13,7 @@ from typing import Any
 from rl_plane._util import log_format
 from rl_plane._util.extras import missing_module
 from rl_plane.errors import (
+    BusUnreachable,
     Conflict,
     DeadlineExceeded,
     InvalidRequest,
@@ -36,6 +37,7 @@ _FIXES: tuple[tuple[type[PlaneError], str], ...] = (
     (PermissionDenied, "set RL_PLANE_ADMIN_KEY to a key with another role"),
     (Unauthorized, "set RL_PLANE_ADMIN_KEY to the frontend's key"),
     (Locked, "repeat it when the other update has ended"),
+    (BusUnreachable, "start nats-server, or look at its log; `rl-plane doctor` checks the connection"),
     (Unavailable, "repeat it in a moment; see `rl-plane state`"),
     (DeadlineExceeded, "see `rl-plane state`, or wait longer (--timeout-s)"),
     (Conflict, "see `rl-plane state`, then repeat it"),

@@ -160,7 +160,7 @@ def evaluate_prepare(
         raise UpdateAborted(
             "the workers received different bytes: "
             + ", ".join(f"{digest} on {count}" for digest, count in digests.most_common()),
-            fix="was the source still being written? publish it under a new path",
+            fix="write the checkpoint completely, then publish it under a new path",
         )
     blocking = [reply for reply in failed if reply.instance_id in counted]
     able = len(replies) - len(failed)

@@ -150,7 +150,7 @@ class WorkerCalls:
                 raise NotFound(
                     f"no component {name!r} in the namespace {self.namespace!r}",
                     field="component",
-                    fix="is a worker of it running?",
+                    fix="start a worker with this --component, or correct the name",
                 )
             return await self._start_view(subjects)
 
@@ -498,7 +498,9 @@ def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerReply:
             )
         elif answer is Missing.SILENT:
             error = DeadlineExceeded(
-                f"no answer within {timeout_s:g} s", instance_id=member.instance_id, fix="is the worker hung?"
+                f"no answer within {timeout_s:g} s",
+                instance_id=member.instance_id,
+                fix="look at the worker: rl-plane explain",
             )
         else:
             error = WorkerLost(answer.value, instance_id=member.instance_id)

@@ -69,12 +69,16 @@ PART_DTYPES = {
 
 
 class BaseTarget(Body):
+    """The model's own weights."""
+
     kind: Literal["base"] = "base"
     adapters: Literal["keep", "drop"] = "keep"
     """Whether the loaded adapters stay."""
 
 
 class LoraTarget(Body):
+    """A LoRA adapter."""
+
     kind: Literal["lora"]
     op: Literal["load", "swap", "unload"]
     """`load`: adds an adapter. `swap`: replaces the adapter with this name. `unload`: removes it (without a
@@ -452,6 +456,8 @@ class AbortUpdateReply(TypedDict):
 
 
 class UpdatePolicy(Body):
+    """The way in which an update is carried out."""
+
     barrier: Literal["strict", "rolling"] = "strict"
     """`strict`: two versions are never served at once. `rolling`: workers swap one after another, and tokens are
     labelled."""
@@ -473,14 +479,18 @@ class UpdatePolicy(Body):
     request uses KV of older weights, in either case. Where KV can't be kept, it is computed again: in an engine without
     this, and for an adapter that is swapped."""
     on_prepare_failure: Literal["abort", "exclude"] = "abort"
+    """`abort`: one open worker that can't prepare ends the update on all workers. `exclude`: the update commits on the
+    others."""
     min_ready: int = Field(1, ge=1)
     """With `exclude`: the number of workers that must have prepared."""
     keep_pause: bool = False
     """Leave the fleet paused after the commit."""
     prepare_timeout_s: float = Field(300.0, gt=0, le=MAX_TIMEOUT_S)
+    """Seconds within which every worker must have staged the weights."""
     gate_timeout_s: float = Field(2.0, gt=0, le=MAX_TIMEOUT_S)
     """Seconds to close and to open admission. A worker's NATS loop answers at once."""
     commit_timeout_s: float = Field(60.0, gt=0, le=MAX_TIMEOUT_S)
+    """Seconds for the swap and the canary on every worker."""
     canary: PolicyCanary = None
     """The token sequences that every worker scores after the swap, before it serves the version. None: sequences that
     follow from the size of the vocabulary. `off`: no worker scores anything."""

@@ -183,7 +183,7 @@ class Group:
             raise Unavailable(
                 f"the group {place.group} was not formed within {join_timeout_s:g} s: {why}",
                 field="transport.group",
-                fix="is every worker alive? call init_transport again with a fresh group",
+                fix="look for a dead worker (rl-plane state), then call init_transport with a new group",
             ) from error
 
     def _connect(self, place: Place) -> None:

@@ -222,7 +222,7 @@ class IpcUpdate:
             )
         if not self._come and time.monotonic() >= self._come_until:
             raise DeadlineExceeded(
-                "no receiver came", fix="are the workers on this machine, in its network namespace, of this user?"
+                "no receiver came", fix="run the workers on this machine, in its network namespace, as this user"
             )
 
     def close(self) -> None:

@@ -149,7 +149,7 @@ def _connected(request: Mapping[str, Any]) -> socket.socket:
         raise InvalidRequest(
             f"source_gone: no trainer listens at {request['host']}:{request['port']} ({error})",
             field="transport",
-            fix="is the trainer alive, and reachable from this worker by that address? an update brings new weights",
+            fix="start the trainer at an address that this worker reaches, then send an update",
         ) from error
 
 
