@@ -91,7 +91,7 @@ def measure(models: dict[int, Path], rounds: int, bucket_bytes: int) -> dict[str
 
 
 def _on_gpu(model: Path) -> dict[str, torch.Tensor]:
-    checkpoint = open_checkpoint(model, None, field="model")
+    checkpoint = open_checkpoint(model, field="model")
     try:
         return {
             name: torch.frombuffer(bytearray(tensor.data), dtype=DTYPE_OF_NAME[tensor.spec.dtype])

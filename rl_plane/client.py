@@ -1,5 +1,5 @@
-"""RlClient: the fleet as a service or an asynchronous trainer uses it. `SyncRlClient` has the same ops and calls,
-blocking. Only RlClient has `watch`, and what a coordinator needs.
+"""RlClient: the fleet as a service or an asynchronous trainer uses it. `SyncRlClient` has the same
+methods, and they block. Only RlClient has `watch` and the methods that a coordinator needs.
 
 async with await RlClient.connect() as client:
     await client.wait_for(2)

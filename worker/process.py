@@ -317,7 +317,7 @@ async def _digest_of(model: Path, tied: Mapping[str, str], adapters: Iterable[En
 
     InvalidWeights if the engine ties tensors that differ in the files: it would serve other weights than the digest
     says."""
-    hashing = on_daemon_thread(lambda: model_digest(model, tied=tied))
+    hashing = on_daemon_thread(lambda: model_digest(model, tied=tied), "digest")
     living = asyncio.create_task(_until_one_dies(adapters))
     first: set[asyncio.Future[Any]] = {hashing, living}
     try:

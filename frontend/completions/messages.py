@@ -142,16 +142,17 @@ def _plain_call(where: str, call: ToolCall) -> dict[str, Any]:
 
 
 def parse_chat(model: type[M], body: dict[str, Any]) -> M:
-    """Parses a body that may have chat messages. Unsupported: they have a part that is not served. Null fields of
-    messages are dropped: clients send a reply's message back with such fields."""
+    """Parses a body that may have chat messages. Raises Unsupported if a message has a part that is not served.
+
+    Drops null fields of messages: clients send a reply's message back with such fields."""
     messages = body.get("messages")
     if isinstance(messages, list):
-        served = [_served(at, one) if isinstance(one, dict) else one for at, one in enumerate(messages)]
-        body = {**body, "messages": served}
+        checked = [_checked_message(at, one) if isinstance(one, dict) else one for at, one in enumerate(messages)]
+        body = {**body, "messages": checked}
     return parse_body(model, body)
 
 
-def _served(number: int, message: dict[str, Any]) -> dict[str, Any]:
+def _checked_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     given = {
         key: value for key, value in message.items() if value is not None and (key, value) != ("annotations", [])
     }

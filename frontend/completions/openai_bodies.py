@@ -45,7 +45,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TO
 
 
 def one_for_true(value: Any) -> Any:
-    """A count for which clients of another field send true."""
+    """Reads a count. Clients that know the field as a boolean, from another API, send true for 1."""
     return (1 if value else None) if isinstance(value, bool) else value
 
 

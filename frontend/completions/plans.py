@@ -39,7 +39,7 @@ DEFAULT_CHAT_TOKENS = 256
 
 
 SAMPLED = SamplingBody.model_fields.keys() - {"n"}
-"""The fields that a GenerateRequest has under the same names, with the same meaning of a default."""
+"""The fields that a GenerateRequest has under the same names. null is its default. In `top_k` it has 0 for -1."""
 PROMPTS = frozenset({"prompt", "prompt_token_ids"})
 UNSCORED = {"prompt_logprobs": False, "prompt_top_logprobs": 0, "prompt_token_texts": False}
 """The fields of a request whose prompt another choice scores."""
@@ -262,8 +262,8 @@ def _plan(
     tokens_out = any(asked) or bool(body.return_token_ids or nvext.return_token_ids)
     default = DEFAULT_CHAT_TOKENS if chat else DEFAULT_MAX_TOKENS
     # vLLM's echo: the caller's `logprobs` count for the prompt too, and a caller who reads ids gets no text of it.
-    echo = isinstance(body, CompletionBody) and bool(body.echo)
-    echoed = body.logprobs if isinstance(body, CompletionBody) and echo else None
+    echoing = body if isinstance(body, CompletionBody) and body.echo else None
+    echo, echoed = echoing is not None, echoing.logprobs if echoing is not None else None
     scored = echoed if body.prompt_logprobs is None else body.prompt_logprobs
     by_ids = bool(body.return_tokens_as_token_ids)
     form, form_field = only_form(body.each_form())
@@ -308,7 +308,7 @@ def _plan(
 
 
 def check_stream(stream: bool, options: StreamOptions | None, prompt_logprobs: int | None, field: str) -> None:
-    """Raises InvalidRequest for options of a stream that is none, and for a stream whose first event would have the
+    """Raises InvalidRequest for `stream_options` without `stream`, and for a stream whose first event would have the
     likeliest tokens of a whole prompt, as vLLM does. `field`: the caller's name for `prompt_logprobs`."""
     if options is not None and not stream:
         raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")

@@ -89,14 +89,13 @@ class ServedComponent:
 
     async def start(self) -> None:
         """Starts the parts. After an error, `stop` stops those that have started."""
-        # The stack stops them in reverse: first the parts that take new work. The view stops later, and its listeners
-        # with it.
+        # The stack stops them in reverse: first the parts that take new work. The listeners of the view stay: they
+        # change memory only, and end with the connection, which closes last.
         stack = self._running
         self.committed.start()
         self.departures.start()
         await self.client.bus.subscribe(self.view.subjects.exited("*"), self.departures.on_exit)
         await self.starting.start()
-        stack.callback(self.starting.stop)
         await self.lock_and_pause.start()
         await self.events.start()
         stack.push_async_callback(self.events.stored.stop)

@@ -42,15 +42,10 @@ class StartingWorkers:
         self._clock = clock
         self._heard: dict[str, _Heard] = {}
         self._malformed = LimitedLog(log)
-        self._stop_view: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
-        self._stop_view = self._view.listen(self._on_change)
+        self._view.listen(self._on_change)
         await self._bus.subscribe(self._view.subjects.starting("*"), self._on_message)
-
-    def stop(self) -> None:
-        self._stop_view()
-        self._stop_view = lambda: None
 
     async def _on_message(self, message: Msg) -> None:
         try:

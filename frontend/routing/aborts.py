@@ -29,9 +29,10 @@ class Ending:
     async def unless_aborted(self, wait: Coroutine[Any, Any, T]) -> T | None:
         """The result of `wait`, with nothing awaited after it. None if the choices are aborted, before or meanwhile.
         Raises the error of `give_up` once that was called."""
-        if self.aborted or self._error is not None:
+        if (error := self._error) is not None or self.aborted:
             wait.close()
-            self._over()  # raises the error
+            if error is not None:
+                raise error
             return None
         self._wait = asyncio.timeout(None)  # an abort ends this bound
         try:

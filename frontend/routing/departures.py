@@ -33,7 +33,7 @@ WHY = {
     "replaced": "a new process has taken its instance id",
     NO_MEMBER: "its process has ended before it joined",
 }
-"""The reasons, as docs/metrics.md explains them."""
+"""Reason → its words for an operator. docs/metrics.md lists the reasons that are counted: all but NO_MEMBER."""
 
 
 class Departures:

@@ -55,7 +55,8 @@ STATES = ("open", "paused", "closed", "unknown")
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """The last status that a worker has reported."""
+    """The last status that a worker has reported. Two are equal if the worker takes the same requests: load and time do
+    not count."""
 
     incarnation: str
     reasons: tuple[str, ...]
@@ -153,7 +154,7 @@ class FleetStatus:
         now = time.monotonic()
         self._refused_until = {key: until for key, until in self._refused_until.items() if until > now}
         found = {}
-        for member in self._view.snapshot():  # not by _of_members: each request asks
+        for member in self._view.snapshot():  # without the generator of _of_members: this runs for each request
             status = self._known.get(member.instance_id)
             if (
                 status is not None
@@ -220,7 +221,8 @@ class FleetStatus:
         """Each member with its status. None: it has not answered."""
         for member in self._view.snapshot():
             status = self._known.get(member.instance_id)
-            yield member, status if status is None or status.incarnation == member.incarnation else None
+            is_its = status is not None and status.incarnation == member.incarnation
+            yield member, status if is_its else None
 
     def may_make(self, member: Member, span: VersionSpan) -> bool:
         """Whether the worker may still make tokens by these weights. False once it has said that it holds others."""

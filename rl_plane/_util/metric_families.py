@@ -43,7 +43,7 @@ def transports() -> tuple[str, ...]:
 
 
 gauge, counter = GaugeMetricFamily, CounterMetricFamily
-"""Families with one value and no labels: their name, words and value."""
+"""Each makes a family with one value and no labels, from its name, its description and the value."""
 
 
 def gauges(name: str, words: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -1,4 +1,4 @@
-"""Ends background tasks reliably, and runs work on threads that nobody has to wait for."""
+"""Ends background tasks reliably, and runs work on threads that do not delay the exit of the process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     log.error("these tasks do not end: %s", ", ".join(task.get_name() for task in pending))
 
 
-def on_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+def on_daemon_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Runs `work` on a thread that the exit of the process does not wait for. A future that is cancelled meanwhile does
     not end the work."""
     loop = asyncio.get_running_loop()
@@ -57,5 +57,5 @@ def on_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             loop.call_soon_threadsafe(tell, *ended)
 
-    threading.Thread(target=begin, daemon=True).start()
+    threading.Thread(target=begin, name=name, daemon=True).start()
     return outcome

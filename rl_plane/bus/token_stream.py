@@ -393,7 +393,10 @@ class IncomingStream:
 
 def unreadable(why: str) -> EngineFailed:
     """The error of a stream with a message that no worker sends."""
-    return EngineFailed(f"the worker's stream can't be read: {why}", fix="install one version at both")
+    return EngineFailed(
+        f"the worker's stream can't be read: {why}",
+        fix="install the same version of rl-plane for the worker and for the frontend",
+    )
 
 
 def _error_of(wire: Any) -> PlaneError:

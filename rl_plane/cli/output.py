@@ -59,7 +59,7 @@ def fix_of(error: PlaneError, command: str = "") -> str:
     """The error's own fix, or the fix of its kind. `command`: the command that failed."""
     if fix := error.facts.get("fix"):
         return str(fix)
-    if command == "state" and isinstance(error, (Unavailable, Conflict, DeadlineExceeded)):
+    if command in ("state", "events", "top") and isinstance(error, (Unavailable, Conflict, DeadlineExceeded)):
         return "repeat it in a moment; if it fails again, see the logs of the frontend and of nats-server"
     return next(fix for kind, fix in _FIXES if isinstance(error, kind))
 

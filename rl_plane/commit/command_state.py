@@ -27,7 +27,7 @@ class CommandState:
     """Unix seconds at the current step, for values that people read and for the end of a pause."""
     elapsed_s: float = 0.0
     """Monotonic seconds since the command began."""
-    seen: Surveyed = field(init=False)
+    seen: Surveyed = field(init=False, repr=False)
     """The fleet and the state bucket, as the last survey found them, with what this command has saved since."""
     settlement: Settlement | None = None
     """The canary's result for the record that is carried out now. None: there is no result yet."""

@@ -126,9 +126,8 @@ def survey(
 ) -> Generator[Instruction, Any, tuple[UpdateSession | None, DecisionRecord]]:
     """Returns the session that waits, if this command `continues` it, and the committed record. First finishes an
     update that a coordinator had decided before it died."""
-    seen: Surveyed = yield Survey()
-    state.seen = seen
-    session = yield from end_other_session(state, seen, continues)
+    state.seen = seen = yield Survey()
+    session = yield from end_other_session(state, continues)
     base = seen.record
     if base is None:
         raise NoWorkers("no worker has fixed the fleet's first version yet", retry_after_s=1.0)

@@ -38,12 +38,13 @@ cancelled, and the membership reports a death sooner. The caller's answer does n
 
 
 def end_other_session(
-    state: CommandState, seen: Surveyed, continues: Callable[[UpdateSession], bool] | None
+    state: CommandState, continues: Callable[[UpdateSession], bool] | None
 ) -> Generator[Instruction, Any, UpdateSession | None]:
     """Ends the waiting session, unless this command `continues` it. Locked: another trainer may still complete it.
 
     Returns the session that the command continues. It also returns a session whose update is the committed one: its
     coordinator died after the decision, before it could end the session."""
+    seen = state.seen
     session = seen.session
     if session is None:
         return None

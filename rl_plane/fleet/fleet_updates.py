@@ -344,7 +344,9 @@ class FleetUpdates:
                 )
             await asyncio.sleep(CANCEL_POLL_S)
         entry = await read_entry(bus, state, told) if told else None
-        if entry is not None and entry.outcome == "committed" and entry.version is not None:
+        if entry is not None and entry.outcome == "committed":
+            if entry.version is None:
+                raise entry.first_error()
             raise committed_already(told, entry.version, "roll back to the version before, if it is not wanted")
         return told if entry is not None and entry.outcome == "aborted" else None
 

@@ -93,21 +93,18 @@ def call_json(
     headers = {"Accept": "application/json", "Content-Type": "application/json", **(outgoing() or {})}
     if request_id:
         headers["Idempotency-Key"] = request_id
-    with _opened(address, data, headers, key, timeout_s) as reply:
-        return _object(_base_of(address), reply.read(MAX_REPLY_BYTES + 1))
-
-
-def _base_of(address: str) -> str:
-    return "{0.scheme}://{0.netloc}".format(urlsplit(address))
+    base = "{0.scheme}://{0.netloc}".format(urlsplit(address))
+    with _opened(base, address, data, headers, key, timeout_s) as reply:
+        return _object(base, reply.read(MAX_REPLY_BYTES + 1))
 
 
 @contextmanager
 def _opened(
-    address: str, data: bytes | None, headers: dict[str, str], key: str | None, timeout_s: float
+    base: str, address: str, data: bytes | None, headers: Mapping[str, str], key: str | None, timeout_s: float
 ) -> Iterator[http.client.HTTPResponse]:
-    """Opens the answer of a frontend for the block. Errors of HTTP and of the network become PlaneErrors."""
-    base = _base_of(address)
-    headers[CLIENT_HEADER] = this_process()
+    """Opens the answer of a frontend for the block. Errors of HTTP and of the network become PlaneErrors. `base`: the
+    frontend's URL, for their messages."""
+    headers = {**headers, CLIENT_HEADER: this_process()}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     try:
@@ -117,7 +114,7 @@ def _opened(
     except urllib.error.HTTPError as error:
         with error:
             raise _error(base, error.code, error.read(MAX_REPLY_BYTES)) from error
-    except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
+    except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, (TimeoutError, socket.timeout)):
             raise DeadlineExceeded(f"{base} did not answer within {timeout_s:g} s") from error
@@ -154,7 +151,7 @@ def read_events(
     headers = {"Accept": "text/event-stream"}
     if after is not None:
         headers["Last-Event-ID"] = str(after)
-    with _opened(f"{base}/v1/rl/events?{query}", None, headers, key, EVENTS_SILENT_S) as stream:
+    with _opened(base, f"{base}/v1/rl/events?{query}", None, headers, key, EVENTS_SILENT_S) as stream:
         fields: dict[str, str] = {}
         while raw := stream.readline(MAX_REPLY_BYTES):
             name, _, value = raw.decode().rstrip("\n").partition(": ")
@@ -162,7 +159,7 @@ def read_events(
                 fields[name] = value
             elif "data" in fields:  # an empty line ends an event
                 number = int(fields["id"]) if "id" in fields else None
-                yield number, fields["event"], _object(base, fields["data"].encode())
+                yield number, fields.get("event", ""), _object(base, fields["data"].encode())
                 fields = {}
 
 

@@ -279,8 +279,7 @@ class WorkerCalls:
         if not member:
             raise not_a_member(instance_id)
         async with self._fenced(spec, view, held) as lock:
-            parse_body(spec.request, body or {})  # before any worker is asked
-            request = _request(spec, body, timeout_s, lock, request_id)
+            request = _checked_request(spec, body, timeout_s, lock, request_id)
             rows = await self._send(view, [member], request, timeout_s or spec.timeout_s)
         if (error := rows[0].error) is not None:
             raise error
@@ -333,8 +332,7 @@ class WorkerCalls:
             )
         start = time.monotonic()
         async with self._fenced(spec, view, held) as lock:
-            parse_body(spec.request, body or {})  # before any worker is asked
-            request = _request(spec, body, (timeout_s or spec.timeout_s) * (1 + retries), lock, request_id)
+            request = _checked_request(spec, body, (timeout_s or spec.timeout_s) * (1 + retries), lock, request_id)
             rows = await self._send(view, members, request, timeout_s or spec.timeout_s, retries)
         if pinned:
             check_pin(await view.barrier(), epoch, fingerprint)
@@ -454,6 +452,14 @@ class WorkerCalls:
                 scatter.answer(index, Missing.LEFT)
             elif now.revision != member.revision:
                 self._gather.start(scatter.send(index))
+
+
+def _checked_request(
+    spec: Op, body: dict[str, Any] | None, timeout_s: float | None, lock: HeldLock | None, request_id: str
+) -> Request:
+    """The request of a body that a caller has given. InvalidRequest before any worker is asked, if it is wrong."""
+    parse_body(spec.request, body or {})
+    return _request(spec, body, timeout_s, lock, request_id)
 
 
 def _request(

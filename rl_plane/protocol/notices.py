@@ -1,8 +1,8 @@
 """The notices that frontends list or show as events: a worker's process loads its engine or has ended, and a process
 with `RlClient` has carried out a changing op.
 
-A notice changes nothing in the fleet. It is not proved, because NATS does not tell a receiver whose key has published a
-message. But a key that belongs to one worker can send only this worker's notices that it starts.
+A notice changes nothing in the fleet. It is not proved: NATS does not say which key has published a message. But the
+key of one worker can publish only one kind of these notices: that this worker starts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rl_plane.protocol.subjects import USER_KEY, check_instance_id
 from rl_plane.protocol.validation import PRINTABLE, Body, parse_body
 
 MAX_BYTES = 4096
-"""The bytes of one notice. Its four texts and its numbers have less than a third of them."""
+"""The bytes of one notice. The texts and numbers of one have less than a third of them."""
 MAX_CHARS = 256
-"""The characters of each text. The longest are a host's name, and a process with its host."""
+"""The characters of each text. The longest texts are a host's name, and a process's name with its host."""
 MAX_S = 1e9
 """More seconds than any process runs."""
 

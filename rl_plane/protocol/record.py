@@ -272,7 +272,8 @@ class UpdateSession(Stored):
         if version is not None:
             body["version"] = version
         said = {"pause_mode": pause_mode, "kv": kv}
-        body["policy"] = {**body["policy"], **{name: value for name, value in said.items() if value is not None}}
+        if given := {name: value for name, value in said.items() if value is not None}:
+            body["policy"] = {**body.get("policy", {}), **given}
         return replace(self, label=version or self.label, body=body)
 
     @property

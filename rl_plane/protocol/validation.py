@@ -98,14 +98,28 @@ FIXES = {
     "greater_than_equal": "give {ge} or more",
     "less_than": "give a number below {lt}",
     "less_than_equal": "give {le} or less",
+    "string_type": "send a string",
+    "string_too_long": "send at most {max_length} characters",
+    "int_type": "send an integer",
+    "list_type": "send a list",
+    "tuple_type": "send a list",
+    "dict_type": "send a map",
 }
 """pydantic's type of an error → the fix, with the values of the error's context."""
+
+
+WORDS = {
+    "tuple_type": "Input should be a valid list",
+    "unexpected_keyword_argument": "Extra inputs are not permitted",
+}
+"""pydantic's type of an error → its message, where pydantic's own names a thing of Python's."""
 
 
 def invalid_from_pydantic(error: ValidationError, prefix: str = "") -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join([prefix] * bool(prefix) + [str(part) for part in first["loc"]]) or "body"
     more = error.error_count() - 1
-    message = f"{field}: {first['msg']}" + (f" (and {more} more)" if more else "")
-    fix = FIXES.get(first["type"], "{msg}").format(msg=first["msg"], **first.get("ctx", {}))
+    words = WORDS.get(first["type"], first["msg"])
+    message = f"{field}: {words}" + (f" (and {more} more)" if more else "")
+    fix = FIXES.get(first["type"], "{msg}").format(msg=words, **first.get("ctx", {}))
     return InvalidRequest(message, field=field, fix=fix)

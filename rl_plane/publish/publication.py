@@ -223,8 +223,9 @@ class RunningPublication(Publication):
         return not self.done or (self._refused_for is not None and self._refused_for.under_way)
 
     def settle(self, bound_s: float) -> bool:
-        """Blocks until the publication has ended, at most `bound_s` seconds; False: it has not. Logs an error that no
-        caller saw."""
+        """Waits at most `bound_s` seconds until the publication has ended. Returns whether it has.
+
+        Logs an error that no caller saw."""
         try:
             error = self._outcome.exception(bound_s)
         except TimeoutError:

@@ -222,11 +222,9 @@ def _read_hashed(
     return hasher.hexdigest()
 
 
-def open_checkpoint(
-    path: Path, roots: list[Path] | None = None, *, field: str = "transport.path", kind: Kind = "base"
-) -> Checkpoint:
-    """Opens a file or a directory, and ignores its manifest. `roots` None: the operator has chosen the path."""
-    return _open(os.path.abspath(path), roots, field, kind, with_manifest=False)[0]
+def open_checkpoint(path: Path, *, field: str = "transport.path", kind: Kind = "base") -> Checkpoint:
+    """Opens a file or a directory that the operator has chosen, and ignores its manifest."""
+    return _open(os.path.abspath(path), None, field, kind, with_manifest=False)[0]
 
 
 def open_published(

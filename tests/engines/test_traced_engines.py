@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import select
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support.otlp_receiver import collector
-from tests.support.started_command import BACK_S, eventually
+from tests.support.started_command import BACK_S, eventually, without_settings
 from tests.support.traced_fleet import TracedFleet, check_tree, each, fresh, one
 from tests.support.zygote import fork_module
 from worker.testing.tiny_model import make_tiny_model
@@ -21,30 +21,32 @@ from worker.testing.tiny_model import make_tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 START_S = 400.0
-"""The bound in seconds of the start of an engine with processes of its own, on two busy cores."""
+"""The seconds within which an engine with processes of its own starts, on two busy cores."""
 
 
 @contextmanager
 def fleet_of(engine: str, model: Path, folder: Path, endpoint: str) -> Iterator[TracedFleet]:
     """A fleet of `rl-plane up`, and one `rl-plane worker` beside it, forked where the engine's packages are
     imported already."""
-    fleet = TracedFleet(folder, endpoint, "--workers", "0")
-    argv = ["worker", "--engine", engine, "--model", str(model), "--weight-root", str(fleet.root)]
-    argv += ["--nats-url", fleet.ready["nats_url"], "--otel-endpoint", endpoint, "--json"]
     log = folder / "worker.log"
-    worker = fork_module(engine, "rl_plane.cli.main", argv, log, env=os.environ, text=True)
-    assert worker.stdout is not None
-    try:
-        assert select.select([worker.stdout], [], [], START_S)[0], log.read_text()
-        ready = json.loads(worker.stdout.readline())
+    with ExitStack() as ends:
+        fleet = TracedFleet(folder, endpoint, "--workers", "0")
+        ends.callback(fleet.started.end)
+        argv = ["worker", "--engine", engine, "--model", str(model), "--weight-root", str(fleet.root)]
+        argv += ["--nats-url", fleet.ready["nats_url"], "--otel-endpoint", endpoint, "--json"]
+        worker = fork_module(engine, "rl_plane.cli.main", argv, log, env=without_settings(), text=True)
+        assert worker.stdout is not None
+        ends.callback(lambda: sys.stderr.write(log.read_text(errors="replace")))  # shown if the test fails
+        ends.callback(worker.stdout.close)
+        ends.callback(worker.wait)
+        ends.callback(worker.kill)
+        assert select.select([worker.stdout], [], [], START_S)[0], f"not ready within {START_S:g} s"
+        line = worker.stdout.readline()
+        assert line, "the worker ended before it was ready"
+        ready = json.loads(line)
         fleet.workers = {ready["instance_ids"][0]: ready["pid"]}
-        eventually(lambda: fleet.get("/v1/rl/state")["workers"], BACK_S, "the frontend sees no worker")
+        eventually(lambda: bool(fleet.get("/v1/rl/state")["workers"]), BACK_S, "the frontend sees no worker")
         yield fleet
-    finally:
-        worker.kill()
-        worker.wait()
-        worker.stdout.close()
-        fleet.started.end()
 
 
 @pytest.mark.parametrize(

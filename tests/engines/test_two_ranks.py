@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rl_plane.client import RlClient
-from rl_plane.errors import DeadlineExceeded, InvalidWeights, PlaneError, Unavailable
+from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
 from tests.conftest import Plane, Spawned, lives
 from tests.support import each_transport, rank_faults
 from tests.support.cores import bound_cores
@@ -212,10 +212,7 @@ async def test_one_rank_hangs_and_goes_on(
         await stream.until(tokens=2)
 
     async def engine_is(ready: bool) -> bool:
-        try:
-            state = (await client.call(instance_id, "state")).body
-        except DeadlineExceeded:  # the worker's process waits for a core
-            return False
+        state = (await client.call(instance_id, "state")).body
         reasons = [reason.partition(" ")[0] for reason in state["admission"]["reasons"]]
         return reasons == ([] if ready else ["engine:"]) and state["ready"] == state["engine_alive"] == ready
 

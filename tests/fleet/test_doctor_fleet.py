@@ -94,6 +94,7 @@ def test_a_look_at_a_root_tells_what_is_wrong(tmp_path: Path) -> None:
     linked = look_at_root(str(tmp_path / "link"), roots)
     assert {**linked, "path": ""} == {**seen, "path": ""}
     assert look_at_root(str(tmp_path / "share" / "none"), roots)["error"] == "No such file or directory"
+    assert look_at_root(str(tmp_path / "a\0b"), roots)["error"] == "embedded null byte"
     outside = look_at_root("/etc", roots)
     assert outside["error"] is not None
     assert outside["error"].startswith("'/etc' leads outside the weight roots")

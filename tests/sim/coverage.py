@@ -100,8 +100,8 @@ def _leader_said(self: WorkerCore, args: Any, result: Any) -> str:
     if result is None:
         return "the leader said → lease"
     if args[0] is not None:
-        return "the leader has lost a decision → Restore"
-    return "the leader has nothing → Restore " + ("the first" if result.sequence == 0 else "a decision")
+        return "the leader has lost a decision → written back"
+    return "the leader has nothing → written back: " + ("the first" if result.sequence == 0 else "a decision")
 
 
 _NAMES: dict[str, Any] = {
@@ -288,9 +288,9 @@ TRANSITIONS: dict[str, bool] = {
     "worker: overwrite failed": True,
     "worker: overwriting": True,
     "worker: swap failed": True,
-    "worker: the leader has lost a decision → Restore": True,
-    "worker: the leader has nothing → Restore a decision": False,
-    "worker: the leader has nothing → Restore the first": False,
+    "worker: the leader has lost a decision → written back": True,
+    "worker: the leader has nothing → written back: a decision": False,
+    "worker: the leader has nothing → written back: the first": False,
     "worker: the leader said → lease": False,
     "worker: what a coordinator has left → given up": False,
     "worker: what a coordinator has left → stays": False,

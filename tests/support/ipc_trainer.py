@@ -80,7 +80,7 @@ def publish(
     """`holds`: before these buckets are packed; their number: before the digests are told; one more: when all have
     everything. `child`: fork one there, which goes on living. `corrupt`: state other digests than those of what is
     sent."""
-    checkpoint = open_checkpoint(Path(directory), None, field="directory", kind=kind)  # type: ignore[arg-type]
+    checkpoint = open_checkpoint(Path(directory), field="directory", kind=kind)  # type: ignore[arg-type]
     config = checkpoint.config.raw if checkpoint.config is not None else None
     own = _shared(checkpoint) if layout == "tensors" else {}
     sender = IpcSender(lambda: receivers, layout=layout, **bounds)

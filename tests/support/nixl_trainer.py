@@ -93,7 +93,7 @@ class Trainer:
 
 
 def offer(sender: NixlSender, directory: Path, kind: Literal["base", "lora"], bucket_bytes: int) -> dict[str, Any]:
-    checkpoint = open_checkpoint(directory, None, field="directory", kind=kind)
+    checkpoint = open_checkpoint(directory, field="directory", kind=kind)
     try:
         config = checkpoint.config.raw if checkpoint.config is not None else None
         manifest = Manifest(pack(checkpoint.specs.items(), bucket_bytes), adapter_config=config)

@@ -32,14 +32,23 @@ def eventually(check: Callable[[], bool], within_s: float, what: str) -> None:
         time.sleep(0.05)
 
 
+def without_settings() -> dict[str, str]:
+    """The environment of this process, without settings of `rl-plane`."""
+    known = {setting.variable for setting in SETTINGS.values()}
+    return {key: value for key, value in os.environ.items() if key not in known}
+
+
 class Started:
     """A command with --json: its lines of JSON as they come, and every process that carries its mark."""
 
     def __init__(self, tmp_path: Path, *argv: str, **environ: str) -> None:
         self.mark = uuid.uuid4().hex
-        known = {setting.variable for setting in SETTINGS.values()}
-        env = {key: value for key, value in os.environ.items() if key not in known}
-        env |= {MARK: self.mark, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path), **environ}
+        env = without_settings() | {
+            MARK: self.mark,
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "TMPDIR": str(tmp_path),
+            **environ,
+        }
         self.errors = tmp_path / f"stderr-{self.mark}"
         with self.errors.open("wb") as stderr:
             self.process = subprocess.Popen(

@@ -22,17 +22,15 @@ class TracedFleet:
         folder: Path,
         endpoint: str,
         *argv: str,
-        engine: str = "fake",
-        ready_s: float = READY_S,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.root = folder / "weights"
         self.root.mkdir()
         options = ("--weight-root", str(self.root), "--rl-port", "0", "--http-port", "0", *argv)
         self.started = Started(
-            folder, "up", "--engine", engine, "--otel-endpoint", endpoint, *options, **(environ or {})
+            folder, "up", "--engine", "fake", "--otel-endpoint", endpoint, *options, **(environ or {})
         )
-        self.ready = self.started.line(ready_s, ready="up")
+        self.ready = self.started.line(READY_S, ready="up")
         self.rl_url, self.http_url = self.ready["rl_url"], self.ready["http_url"]
         self.workers: dict[str, int] = {row["instance_id"]: row["pid"] for row in self.ready["workers"]}
 

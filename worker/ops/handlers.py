@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plane.errors import Conflict
@@ -28,7 +28,7 @@ from worker.runtime.engine_loop import EngineLoop
 
 @dataclass(eq=False, kw_only=True)
 class OpHandlers:
-    """Has one handler for each op.
+    """Maps each op to its handler, and has the handlers that are no updates by a coordinator.
 
     `liveness_timeout_s`: how long a round trip through the engine may take. `drain(timeout_s)` closes admission and
     waits for the running requests. `tell` publishes the worker's state. `named` finds the requests that ids name.
@@ -51,8 +51,8 @@ class OpHandlers:
     named: Callable[[Iterable[str]], list[str]]
     revision: Callable[[], int]
     host: HostFacts
-    engine_alive: bool = True
-    engine_load: worker_ops.EngineLoadReply | None = None
+    engine_alive: bool = field(default=True, init=False)
+    engine_load: worker_ops.EngineLoadReply | None = field(default=None, init=False)
 
     def table(self) -> dict[str, Handler]:
         return {

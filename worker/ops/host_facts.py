@@ -71,7 +71,7 @@ class HostFacts:
 
         try:
             async with asyncio.timeout(self._look_s):
-                return await on_daemon_thread(work)
+                return await on_daemon_thread(work, "look")
         except TimeoutError:
             return None
 
@@ -92,6 +92,9 @@ def look_at_root(path: str, roots: Sequence[Path]) -> RootReply:
         return found
     except OSError as error:
         found["error"] = error.strerror or type(error).__name__
+        return found
+    except ValueError as error:  # a NUL or half a surrogate pair is in the path
+        found["error"] = str(error)
         return found
     found["entries"] = len(names)
     if len(names) <= MAX_ENTRIES:

@@ -56,6 +56,13 @@ def test_each_client_gets_what_its_engine_gives() -> None:
     assert asked(plan_embeddings({"input": "a"}, "id", POLICY)) == [("a", "embed", True)]
 
 
+def test_a_message_of_a_reply_is_taken_with_its_null_fields() -> None:
+    message: dict[str, Any] = {"role": "assistant", "content": "x", "refusal": None, "annotations": []}
+    for plan, models in ((plan_embeddings, EMBEDDER), (plan_classify, REWARD)):
+        ((messages, _, _),) = asked(plan({"messages": [message]}, "id", models))
+        assert messages == [{"role": "assistant", "content": "x"}]
+
+
 def test_pairs() -> None:
     one = {"text_1": "q", "text_2": ["a", "b"]}
     assert asked(plan_score(one, "id", REWARD)) == [(("q", text), "classify", True) for text in "ab"]

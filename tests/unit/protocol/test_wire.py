@@ -254,6 +254,22 @@ def test_a_wrong_field_of_the_envelope_is_named(wire: dict[str, Any], field: str
     assert caught.value.facts["fix"]
 
 
+@pytest.mark.parametrize(
+    ("wire", "message", "fix"),
+    [
+        ({"op": 1}, "op: Input should be a valid string", "send a string"),
+        ({"op": "x", "fence": "1"}, "fence: Input should be a valid integer", "send an integer"),
+        ({"op": "x", "body": [1]}, "body: Input should be a valid dictionary", "send a map"),
+        ({"op": "x", "targets": "a"}, "targets: Input should be a valid list", "send a list"),
+        ({"op": "x", "what": 1}, "what: Extra inputs are not permitted", "leave it out"),
+    ],
+)
+def test_an_error_of_the_envelope_has_a_fix_of_its_own(wire: dict[str, Any], message: str, fix: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        request_from_wire(wire)
+    assert (caught.value.message, caught.value.facts["fix"]) == (message, fix)
+
+
 def test_nan_is_never_sent_as_json() -> None:
     with pytest.raises(ValueError, match="JSON"):
         encode({"a": math.nan}, "json")

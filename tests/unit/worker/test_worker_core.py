@@ -47,9 +47,8 @@ from tests.support.worker_core_runs import (  # noqa: E402
 def test_the_first_worker_fixes_sequence_0_by_its_model() -> None:
     core = fresh("mine")
     assert core.next(0.0) == Read()
-    restore = core.leader_said(None, 0, 1.0, LINE, 1.0)
-    assert restore is not None
-    record = restore
+    record = core.leader_said(None, 0, 1.0, LINE, 1.0)
+    assert record is not None
     assert (record.sequence, record.version.digest, record.source, record.open) == (
         0,
         "mine",

@@ -82,9 +82,9 @@ class Walk:
     def ask_leader(self) -> None:
         record = self.some() if self.rng.random() < 0.9 else None
         before, mine = self.core.state.lease.until, self.core.record
-        restore = self.core.leader_said(record, self.rng.randrange(1, 50), self.now, LINE, self.now)
-        if restore is not None:
-            assert restore == mine or mine is None
+        lost = self.core.leader_said(record, self.rng.randrange(1, 50), self.now, LINE, self.now)
+        if lost is not None:
+            assert lost == mine or mine is None
             assert self.core.state.lease.until == before
         else:
             assert self.core.record == record
