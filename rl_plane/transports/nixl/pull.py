@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.nixl.channel import END_S, Channel, ChannelRead, ReadSource
+from rl_plane.transports.nixl.pull_context import PullContext
+from rl_plane.transports.nixl.puller import Puller
 from rl_plane.transports.nixl.reads import (
     PUBLISH,
     READ_S,
@@ -32,10 +33,6 @@ from rl_plane.transports.nixl.wire import RegisteredMemory
 from rl_plane.transports.packed_delivery import Arrived, PackedDelivery
 from rl_plane.weights.hashed_copy import address_of, read_hashed
 from rl_plane.weights.manifest import Manifest, Placed
-
-if TYPE_CHECKING:
-    from rl_plane.transports.nixl.puller import Puller
-    from rl_plane.transports.nixl.receiver import NixlTransport
 
 log = logging.getLogger("rl_plane.transports.nixl.receiver")
 
@@ -70,7 +67,7 @@ class Pull(PackedDelivery):
 
     def __init__(
         self,
-        transport: NixlTransport,
+        context: PullContext,
         manifest: Manifest,
         pieces: Sequence[Sequence[Piece]],
         source: ReadSource,
@@ -79,7 +76,7 @@ class Pull(PackedDelivery):
     ) -> None:
         """`pieces`: where each bucket lies at the source."""
         super().__init__(manifest, self._received(), refetchable=refetchable, close=self._end)
-        self._transport = transport
+        self._context = context
         self._pieces = pieces
         self._source = source
         self._connection = connection
@@ -147,10 +144,10 @@ class Pull(PackedDelivery):
             clean &= channel.has_ended(END_S)
         if puller is not None and clean:
             puller.release()
-            self._transport.give_back(puller)
+            self._context.give_back(puller)
 
     def _begin(self) -> None:
-        self._puller = self._transport.take(self._connection.getsockname()[0])
+        self._puller = self._context.take(self._connection.getsockname()[0])
         try:
             self._channel = Channel(self._puller.agent, self._source)
         except Exception as error:  # nixl's errors have no common base
@@ -178,7 +175,7 @@ class Pull(PackedDelivery):
 
     def _read(self, number: int, into: RegisteredMemory | Places) -> None:
         """Reads one bucket."""
-        limits, pieces = self._transport.limits, self._pieces[number]
+        limits, pieces = self._context.limits, self._pieces[number]
         if isinstance(into, RegisteredMemory):
             moves = [(into.address + at, there) for at, there in pieces]
             ahead = 0
@@ -187,7 +184,7 @@ class Pull(PackedDelivery):
             each = zip(bucket.tensors, tensor_pieces(pieces, bucket), strict=True)
             moves = [(address_of(into[placed.name]), there) for placed, (_, there) in each]
             limits = ReadLimits(min(SLICE_BYTES, limits.nbytes), limits.pieces)
-            ahead = self._transport.limits.nbytes // limits.nbytes - 1
+            ahead = self._context.limits.nbytes // limits.nbytes - 1
         try:
             self._transfer(split_reads(moves, limits), ahead)
         except PlaneError:
