@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.protocol.worker_ops import OPS
-from worker.ops.contract import Handler
+from worker.ops.contract import Handler, Handlers
 
 log = logging.getLogger("worker.testing.phase_hooks")
 
@@ -29,7 +29,7 @@ MAX_HOLD_S = 60.0
 """An op waits no longer than this: a test may die and leave its file."""
 
 
-def with_holds(handlers: Mapping[str, Handler], instance_id: str) -> Mapping[str, Handler]:
+def with_holds(handlers: Handlers, instance_id: str) -> Handlers:
     """Returns the handlers unchanged, or, in a test, handlers that can be held."""
     directory = os.environ.get(VARIABLE)
     if not directory:
