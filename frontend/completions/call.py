@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from frontend.completions.openai_replies import openai_error
 from frontend.completions.plans import Plan
 from frontend.completions.reply_choice import Choice, scores_alone
+from frontend.completions.rollout_record import RolloutRecord
 from frontend.completions.service import Generation
-from frontend.records.rollout_record import RolloutRecord
 from frontend.routing.demands import Demands, at_delivery, oldest_lag, point_of
 from frontend.routing.engine_client import Event
 from frontend.routing.progress import GenerationProgress

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from frontend.records.rollout_record import RolloutRecord
+from frontend.completions.rollout_record import RolloutRecord
 from frontend.server.replies import to_json
 from rl_plane._util.limited_log import LimitedLog
 from rl_plane.errors import InvalidRequest
