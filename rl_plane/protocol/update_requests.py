@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NotRequired, Self, TypedDict
+from typing import Any, Literal, NotRequired, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from typing_extensions import TypedDict
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary, OnCanaryFailure, PolicyCanary
