@@ -116,6 +116,25 @@ class FleetOp:
     """Only an operator calls it, so over HTTP it needs a key with the role `admin`."""
     brings_weights: bool = False
     """The body names weights, which `cast` may convert to the engine's dtype."""
+    begins_update: bool = False
+    """The call's request id is the id of an update. The other ops of an update name the update in their body."""
+    prepare_waits: int = 0
+    """The number of times that the call may wait for the policy's `prepare_timeout_s`: once for the workers, and once
+    more for a lock that another call holds as long."""
+    describes_stages: bool = False
+    """The reply describes pipeline stages too, so the op also answers for a fleet without engines."""
+    worker_op: str = ""
+    """The worker's op that the call carries out, if it has another name."""
+
+    @property
+    def commits(self) -> bool:
+        """Reports whether a call that succeeds has committed a version."""
+        return self.reply is replies.UpdateReply
+
+    @property
+    def worker_in_path(self) -> bool:
+        """Reports whether the route names the one worker that a call over HTTP means."""
+        return "{id}" in self.at
 
     @property
     def path(self) -> str:
@@ -157,8 +176,22 @@ FLEET_OPS: dict[str, FleetOp] = {
             "Alive, and enough admitted workers at the committed version.",
             "GET",
         ),
-        FleetOp("state", validation.Empty, replies.FleetState, "The fleet and each worker, now.", "GET"),
-        FleetOp("workers", validation.Empty, replies.FleetWorkers, "The members of the fleet.", "GET"),
+        FleetOp(
+            "state",
+            validation.Empty,
+            replies.FleetState,
+            "The fleet and each worker, now.",
+            "GET",
+            describes_stages=True,
+        ),
+        FleetOp(
+            "workers",
+            validation.Empty,
+            replies.FleetWorkers,
+            "The members of the fleet.",
+            "GET",
+            describes_stages=True,
+        ),
         FleetOp(
             "weight_version",
             validation.Empty,
@@ -206,6 +239,8 @@ FLEET_OPS: dict[str, FleetOp] = {
             coalesce=True,
             one_component=True,
             brings_weights=True,
+            begins_update=True,
+            prepare_waits=1,
         ),
         FleetOp(
             "prepare_weights_update",
@@ -215,6 +250,8 @@ FLEET_OPS: dict[str, FleetOp] = {
             coalesce=True,
             one_component=True,
             brings_weights=True,
+            begins_update=True,
+            prepare_waits=1,
         ),
         FleetOp(
             "receive_weights_part",
@@ -238,6 +275,7 @@ FLEET_OPS: dict[str, FleetOp] = {
             "Commit what was prepared, or pushed.",
             coalesce=True,
             one_component=True,
+            prepare_waits=2,
         ),
         FleetOp(
             "abort_weights_update",
@@ -253,6 +291,7 @@ FLEET_OPS: dict[str, FleetOp] = {
             replies.UpdateReply,
             "Begin a new run: sequence 0 is the model that every worker was started with.",
             one_component=True,
+            begins_update=True,
         ),
         FleetOp("release_memory", worker_ops.MemoryTags, replies.FleetMemory, "Give memory back (sleep)."),
         FleetOp("resume_memory", worker_ops.MemoryTags, replies.FleetMemory, "Take it again (wake)."),
@@ -270,6 +309,7 @@ FLEET_OPS: dict[str, FleetOp] = {
             coalesce=True,
             one_component=True,
             brings_weights=True,
+            begins_update=True,
         ),
         FleetOp(
             "unload_lora_adapter",
@@ -278,6 +318,7 @@ FLEET_OPS: dict[str, FleetOp] = {
             "Unload a LoRA adapter.",
             coalesce=True,
             one_component=True,
+            begins_update=True,
         ),
         FleetOp(
             "enable",
@@ -286,6 +327,7 @@ FLEET_OPS: dict[str, FleetOp] = {
             "Admit a worker again.",
             at="workers/{id}/enable",
             admin=True,
+            worker_op="set_admission",
         ),
         FleetOp(
             "disable",
@@ -294,6 +336,7 @@ FLEET_OPS: dict[str, FleetOp] = {
             "Take a worker out of routing.",
             at="workers/{id}/disable",
             admin=True,
+            worker_op="set_admission",
         ),
     )
 }
