@@ -21,7 +21,7 @@ from frontend.server.replies import error_body, json_response
 from frontend.server.shared_routes import DialectRequest, Handler, SharedRoutes
 from rl_plane._util.metric_families import CONTENT_TYPE
 from rl_plane.errors import InvalidRequest, NotFound
-from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp, FleetReply
+from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp
 
 PREFIX = "/v1/rl/"
 HEALTH = PREFIX + "health"
@@ -111,7 +111,7 @@ def add_facade_routes(
                 _unclaimed(op, calls),
                 summary=op.doc,
                 fields=op.request,
-                reply=FleetReply,
+                reply=op.reply,
                 shape=error_body,
             )
             continue
@@ -126,7 +126,7 @@ def add_facade_routes(
                 bodies=(op.request,),
                 in_query=True,
                 idempotent=op.method == "POST",
-                replies=(FleetReply,),
+                replies=(op.reply,),
                 roles=("admin",) if op.admin else (),
             )
         )

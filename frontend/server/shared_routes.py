@@ -159,7 +159,7 @@ class _Entry:
     tag: str
     summary: str
     fields: type[BaseModel]
-    reply: type[BaseModel] | None
+    reply: type[object] | None
     claims: Claims | None
     once: bool
     standing: Standing | None
@@ -200,7 +200,7 @@ class SharedRoutes:
         *,
         summary: str,
         fields: type[F],
-        reply: type[BaseModel] | None = None,
+        reply: type[object] | None = None,
         claims: Claims | None = None,
         once: bool = False,
         standing: Standing | None = None,
@@ -211,6 +211,7 @@ class SharedRoutes:
         """Adds a handler.
 
         `fields`: what the handler reads. /docs shows it, and the log names the fields that it drops.
+        `reply`: the model or the TypedDict of its reply, for /docs.
         `once`: equal calls under way share one answer, and continue when their callers disconnect.
         `standing`, for parts of an update: a part that is sent again after it is done gets its first answer, as long
         as `standing` returns what it returned then.

@@ -523,4 +523,4 @@ class Fleet:
             raise InvalidRequest("name the workers", field="workers", fix="workers: [instance_id]")
         is_open = call.op.name == "enable"
         body = {"open": is_open}
-        return await self._on_all(call, "set_admission", body, admission=b"" if is_open else DISABLED)
+        return await self._on_all(call, call.op.worker_op, body, admission=b"" if is_open else DISABLED)

@@ -71,7 +71,7 @@ def call_facade(
     spec = FLEET_OPS[op]
     base = url.rstrip("/").removesuffix("/v1/rl")
     path = spec.path
-    if "{id}" in path:
+    if spec.worker_in_path:
         (instance_id,) = body["workers"]
         path = path.replace("{id}", quote(instance_id, safe=""))
     address = f"{base}/v1/rl/{path}"
