@@ -473,8 +473,9 @@ def import_torch() -> Any:
     if "torch" not in sys.modules:
         _load_torch_library()
     try:
-        # In this order. A thread that has the import lock of `torch.distributed` and waits for that of `torch`, and one
-        # that imports `torch`, wait for each other. Python lets one go on half way, and torch ends the process.
+        # The order matters. A thread that imports `torch.distributed` first waits for the import lock of `torch`, while
+        # a thread that imports `torch` waits for the lock of `torch.distributed`. Python breaks such a deadlock by
+        # giving a thread the half-made module, and then torch ends the process.
         import torch
         import torch.distributed
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Offers the weights that a worker has to other workers: those that it keeps, and those that it is receiving."""
+"""Offers the weights that a worker keeps, or is just receiving, to other workers."""
 
 from __future__ import annotations
 

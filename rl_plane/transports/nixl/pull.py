@@ -195,7 +195,7 @@ class Pull(PackedDelivery):
             raise gone(error) from error.with_traceback(None)  # the frames of the traceback would keep the agent
 
     def _transfer(self, reads: Iterator[list[Piece]], ahead: int) -> None:
-        """Carries out reads, with up to `ahead` more of them under way than the one that is awaited."""
+        """Carries out reads. While it waits for one read, up to `ahead` further reads are under way."""
         flights: deque[_Flight] = deque()
         try:
             for moves in reads:

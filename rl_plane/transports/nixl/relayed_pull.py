@@ -73,7 +73,7 @@ class Trainer:
     """The trainer, as it has answered."""
 
     connection: socket.socket
-    """Without blocking. It ends when the trainer dies, or withdraws the version."""
+    """The connection to the trainer. Its calls never block. It ends when the trainer dies, or withdraws the version."""
     source: ReadSource
     places: Sequence[Sequence[Piece]]
 
