@@ -74,7 +74,7 @@ async def _hold(directory: Path, point: str, instance_id: str, update_id: str) -
     files = (directory / point, directory / f"{point}.{instance_id}")
     if not any(_holds(file, update_id) for file in files):
         return
-    log.warning("%s is held at %s", instance_id, point)
+    log.warning("%s waits at %s", instance_id, point)
     (directory / f"reached.{point}.{instance_id}").touch()
     give_up = time.monotonic() + MAX_HOLD_S
     while any(_holds(file, update_id) for file in files):
