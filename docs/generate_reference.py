@@ -92,7 +92,7 @@ def reference() -> str:
         parts.append(f"\n### {name}\n\n{_table(model)}")
     parts.append(
         "\n## A worker's ops\n\nOn `<ns>.<comp>.rl` (every worker answers) and `<ns>.<comp>.rl.<instance_id>`. "
-        "Those that change a worker\nneed the fence of the component's lock and its incarnation: call them by "
+        "An op that changes a worker\nneeds the fence of the component's lock and its incarnation: call it by "
         "`RlClient.call` or `call_all`.\n\n| op | changes | time-out | |\n|---|---|---|---|\n"
     )
     for op in OPS.values():
