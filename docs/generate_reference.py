@@ -20,6 +20,8 @@ HEAD = """# Reference
 <!-- Made by docs/generate_reference.py from rl_plane/protocol/fleet_ops.py, rl_plane/protocol/worker_ops.py and
 rl_plane/errors.py. -->
 
+This page lists every op of a fleet and of a worker with its fields, and every error.
+
 ## The fleet's ops
 
 By HTTP at `/v1/rl/…` on port 8002, by one message `{"op": …, "body": {…}}` to `<ns>.<comp>.fleet` on NATS, and
