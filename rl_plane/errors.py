@@ -30,7 +30,7 @@
     │   ├── Unlabelled               tokens whose weights are not known to have been the committed ones
     │   ├── StaleWeights             tokens of weights that were replaced a while ago
     │   ├── Stalled                  a stream brought no token for too long
-    │   ├── FrontendEnding           the frontend was told to end before the request did
+    │   ├── FrontendEnding           the frontend had to end before the request did
     │   └── BusUnreachable           NATS does not answer
     └── DeadlineExceeded        504  a bound ran out
 

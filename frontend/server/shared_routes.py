@@ -91,7 +91,7 @@ class ParsedRequest(DialectRequest, Generic[F]):
 Handler = Callable[[ParsedRequest[F]], Awaitable[Any]]
 Claims = Callable[[DialectRequest], bool]
 Standing = Callable[[], Awaitable[object]]
-"""Names the update that a part belongs to now. None: no update that a part could be told from the next one by."""
+"""Names the update to which a part belongs now. None: nothing distinguishes this update from the next one."""
 
 
 def _parsed(request: DialectRequest, model: type[F]) -> ParsedRequest[F]:

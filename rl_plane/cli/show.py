@@ -181,7 +181,7 @@ def _ago(seconds: float) -> str:
 
 
 def _running(reply: Reply) -> list[str]:
-    """The update that runs: how far it is, what it waits for, and who has asked for it."""
+    """Returns lines for the update that runs: how far it is, what it waits for, and which process asked for it."""
     components: Mapping[str, Reply] = reply.get("components") or {"": reply}
     lines = []
     for name, head in components.items():

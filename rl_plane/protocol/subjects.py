@@ -112,7 +112,7 @@ class Subjects:
 
     @property
     def fleet_read(self) -> str:
-        """The subject of the fleet's ops that change nothing, likewise."""
+        """The subject of the fleet's ops that change nothing. The frontends serve it as another queue group."""
         return f"{self.fleet}.read"
 
     @property

@@ -109,8 +109,8 @@ class KeptCopy:
         return {**digests, **digests_of(changes)}
 
     def digest_with(self, replaced: Mapping[str, str]) -> str | None:
-        """Returns the digest of the version in which these tensors have other digests. None: it can't be told, or this
-        version has no such tensors."""
+        """Returns the digest of the version in which these tensors have other digests. None: a digest is missing or of
+        another algorithm, or this version has no such tensors."""
         return self._version_digest({**self.digests, **replaced})
 
     def hashed(self, cancelled: Cancelled) -> KeptCopy:

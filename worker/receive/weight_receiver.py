@@ -293,9 +293,9 @@ class Receiver:
         return delivery.receive_part(ReceivePart.model_validate(part), cancelled)
 
     def changed_since(self, staging: str, digest: str | None) -> Collection[str] | None:
-        """Returns the names of the staged tensors that differ from those of the version that the engine serves. None:
-        it can't be told, so the engine loads all of them. Asked before `take`. `digest`: that version's; None: the
-        engine's weights are of no version."""
+        """Returns the names of the staged tensors that differ from the version that the engine serves. None: this is
+        unknown, so the engine loads all tensors. Call it before `take`. `digest`: the digest of the served version;
+        None: the engine's weights are of no version."""
         after = self._to_keep.get(staging)
         return after.changed.get(digest) if after is not None and digest is not None else None
 

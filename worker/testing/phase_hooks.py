@@ -30,7 +30,7 @@ MAX_HOLD_S = 60.0
 
 
 def with_holds(handlers: Handlers, instance_id: str) -> Handlers:
-    """Returns the handlers unchanged, or, in a test, handlers that can be held."""
+    """Returns the handlers unchanged. In a test, it returns handlers that wait where the test says."""
     directory = os.environ.get(VARIABLE)
     if not directory:
         return handlers

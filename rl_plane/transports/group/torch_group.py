@@ -189,9 +189,9 @@ class Group:
     def _connect(self, place: Place) -> None:
         """Connects nccl's ranks now, as gloo does.
 
-        In the first broadcast a rank that is slow to come could not be told from a trainer that is slow to send. In a
-        trainer's own group the ranks may connect in the first broadcast: then nccl waits for rank 0 by the store's
-        time-out, which is set to the update's.
+        If the ranks connected in the first broadcast, a slow rank would look like a trainer that is slow to send. In a
+        trainer's own group the ranks may connect in the first broadcast. Then nccl waits for rank 0 as long as the
+        store's time-out, so this sets it to the update's time-out.
         """
         if place.form == "torch" and place.rendezvous == "torch":
             self._store.set_timeout(timedelta(seconds=place.timeout_s))
