@@ -330,7 +330,7 @@ async def _digest_of(model: Path, tied: Mapping[str, str], adapters: Iterable[En
 
 
 async def _until_one_dies(adapters: Iterable[EngineAdapter]) -> NoReturn:
-    """Raises EngineDied when an engine dies. The worker's engine watch finds one that hangs."""
+    """Raises EngineDied when an engine dies. It leaves an engine that hangs to the worker's engine watch."""
     while True:
         for adapter in adapters:
             try:

@@ -75,7 +75,7 @@ class ReplyMessage(ReplyModel):
     role: Literal["assistant"]
     content: str
     tool_calls: list[dict[str, Any]] | None = None
-    """The calls that the text has: those that `tool_choice` has forced, or those that the model made by itself."""
+    """The calls that the text has. `tool_choice` has forced them, or the model has made them by itself."""
 
 
 class ChatChoice(ReplyChoice):

@@ -158,8 +158,8 @@ class RecordWriter:
         self._buffered = 0
         if self._failed_at is None:
             log.warning(
-                "rollout records are lost: %s: %s; fix: make room there. It is tried again every %g s, and "
-                "generation goes on",
+                "rollout records are lost: %s: %s; fix: make room there. The frontend tries again every %g s, and "
+                "generation continues",
                 self._folder,
                 error.strerror or error,
                 RETRY_S,

@@ -37,7 +37,8 @@ from rl_plane.protocol.update_requests import PUSHED, UpdateWeights, without_sec
 from rl_plane.protocol.versions import WeightVersion
 
 KEEP = 256
-"""Entries that are kept: a day of steps of five minutes. With 1,024 workers they take about 20 MB in the store."""
+"""The number of entries that the store keeps: a day of steps of five minutes. With 1,024 workers they take about 20 MB
+in the store."""
 MAX_ENTRY_BYTES = 512_000
 """Half of what a NATS message carries. An entry above it (with some 5,000 workers) lists only the failed workers."""
 MAX_FACTS_BYTES = 8_000
@@ -190,8 +191,10 @@ class UpdateEntry(Stored):
         return self.outcome == "committed" and (self.error or {}).get("code") == CanaryFailed.code
 
     def first_error(self) -> PlaneError:
-        """The error that answers a repeated call: the first answer of an aborted update, or of one that too few workers
-        serve. If the outcome was not reported, the error says that it can't be reported any more."""
+        """Returns the error that answers a repeated call.
+
+        If the update was aborted, or too few workers serve its version, that is the error of the first answer. If the
+        outcome was not reported, the error says that it can't be reported any more."""
         if self.outcome_unreported:
             return Conflict(
                 f"{self.label} was committed, and another version since; it is not known how many workers served it",
@@ -319,8 +322,8 @@ def evaluate_entry(
     session: UpdateSession | None,
     holder: str | None,
 ) -> UpdateEntry:
-    """The entry with the outcome that follows from the record, the session, and `holder`: the update that the lock is
-    held for. A committed entry stays as it is, unless the canary took the update back afterwards."""
+    """Returns the entry with the outcome that follows from the record, the session, and `holder`, the update that holds
+    the lock. A committed entry stays as it is, unless the canary took the update back afterwards."""
     if record is not None and record.update_id == entry.update_id and not is_told_by(record, entry):
         return entry if entry.outcome == "committed" and record.missed is None else from_record(record, entry)
     if entry.final:

@@ -125,7 +125,7 @@ class Journal:
         return f"update {self._entry.update_id} ({self._entry.label})"
 
     def _facts(self) -> tuple[str, str]:
-        """The transport, and who has asked."""
+        """Returns the transport, and the process and the key that asked for the update."""
         entry = self._entry
         backend = (entry.transport or {}).get("backend")
         key = f" with the key {entry.asked_by}" if entry.asked_by else ""

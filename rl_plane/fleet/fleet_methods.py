@@ -474,7 +474,7 @@ class FleetMethods:
 
         Args:
             update_id: The update, as `state` names it. None: the update that runs, or waits for its next call.
-            by: The one who aborts it, in words for its trainer. None: this process.
+            by: The person or process that aborts it, in words for its trainer. None: this process.
 
         Raises:
             UpdateAborted: no such update runs.

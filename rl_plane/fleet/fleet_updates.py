@@ -320,7 +320,7 @@ class FleetUpdates:
         return journal
 
     async def abort(self, call: FleetCall[fleet_ops.AbortWeightsUpdate]) -> dict[str, Any]:
-        """Ends an update before its decision: one that a coordinator works on, or one that waits for its next call."""
+        """Ends an update before its decision, while a coordinator works on it or while it waits for its next call."""
         await whole_fleet(call)
         ended = await self._cancel(call)
         if ended is None:

@@ -63,8 +63,8 @@ class AbortWeightsUpdate(UpdateId):
     """The update to end. It may be prepared, or still be received: then its own call ends with an error."""
 
     by: str | None = Field(None, min_length=1, max_length=200, pattern=validation.PRINTABLE)
-    """The one who aborts it, in words for its trainer, such as `an operator on host a`. None: the process that calls,
-    as it names itself."""
+    """The person or process that aborts it, in words for its trainer, such as `an operator on host a`. None: the
+    process that calls, as it names itself."""
 
 
 class ReceiveWeightsPart(update_requests.Part, UpdateId):

@@ -48,7 +48,7 @@ RELAYED = frozenset({"nixl"})
 PART_TIMEOUT_S = 300.0
 """The default time-out of one part: much longer than a trainer takes to send a part that it has announced."""
 MAX_PART_TIMEOUT_S = 3600.0
-"""The longest time that a known trainer (AReaL) waits for the answer. The fleet's lock is held meanwhile."""
+"""The longest time that a known trainer (AReaL) waits for the answer. Meanwhile the call holds the fleet's lock."""
 MAX_PART_TENSORS = 1 << 18
 """Twice the tensors of the largest public checkpoints."""
 DEFAULT_PACKED_BYTES = 1 << 30
@@ -580,7 +580,7 @@ class _Update(Body):
 
 
 def _check_delta(update: _Update) -> None:
-    """Checks the fields that a delta or a partial version needs, and those that exclude it."""
+    """Checks the fields that a delta or a partial version needs, and the fields that exclude it."""
     _check_digests(update)
     if update.encoding == "full":
         return

@@ -116,7 +116,7 @@ class UpdateOnWorker(TypedDict):
     total_bytes: int | None
     """The bytes of all tensors that are announced. None: not known yet."""
     bytes_per_s: float | None
-    """The rate from the first bytes to the last ones that came. None: too few have come."""
+    """The rate between the first and the newest bytes. None: too few have come."""
     since_progress_s: float
     """Seconds since the last bytes came, or since the worker began."""
     elapsed_s: float

@@ -109,7 +109,9 @@ async def test_events_that_can_not_be_stored_are_told_once_and_hurt_nobody(
     writer = StoredEvents(bus, plane_bucket(plane), "one")
     with caplog.at_level(logging.WARNING):
         assert await writer.start() == []
-    assert "events are kept in this process only, so its end loses them: frontend may not read" in caplog.text
+    assert (
+        "this process can't store its events, so they are lost when it ends: frontend may not read" in caplog.text
+    )
     writer.add(event(1))
     await writer.stop()
 

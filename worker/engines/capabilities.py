@@ -89,9 +89,9 @@ class CanParseToolCalls(Protocol):
 
     @abstractmethod
     async def parse_tool_calls(self, token_ids: list[int], tools: list[dict[str, Any]]) -> ParsedToolCalls:
-        """The calls in the text of these tokens, and the rest of the text. A text that is no call, or that the parser
-        can't read, has no calls. Without tokens it checks the tools: InvalidRequest (`field="tools"`) for those that
-        the engine does not take."""
+        """Returns the calls in the text of these tokens, and the rest of the text. A text that is no call, or that the
+        parser can't read, has no calls. Without tokens it checks the tools: InvalidRequest (`field="tools"`) for tools
+        that the engine does not take."""
 
 
 @runtime_checkable

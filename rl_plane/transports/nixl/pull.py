@@ -48,7 +48,7 @@ start a read takes a tenth of a millisecond, in which about 0.5 MB could be read
 
 
 @dataclass(slots=True)
-class _Flight:
+class _StartedRead:
     """A read that has begun."""
 
     read: ChannelRead
@@ -195,8 +195,8 @@ class Pull(PackedDelivery):
             raise gone(error) from error.with_traceback(None)  # the frames of the traceback would keep the agent
 
     def _transfer(self, reads: Iterator[list[Piece]], ahead: int) -> None:
-        """Carries out reads, with up to `ahead` more of them under way than the one that is awaited."""
-        flights: deque[_Flight] = deque()
+        """Carries out reads. While it waits for one read, up to `ahead` further reads are under way."""
+        flights: deque[_StartedRead] = deque()
         try:
             for moves in reads:
                 flights.append(self._started(moves))
@@ -210,13 +210,13 @@ class Pull(PackedDelivery):
             for flight in flights:
                 flight.read.release()
 
-    def _started(self, moves: list[Piece]) -> _Flight:
+    def _started(self, moves: list[Piece]) -> _StartedRead:
         """Starts a read from the source. `moves`: from where it reads, each with the address here."""
         assert self._channel is not None
         nbytes = sum(place[1] for _, place in moves)
-        return _Flight(self._channel.begin(moves, self._puller), nbytes, time.monotonic() + READ_S)
+        return _StartedRead(self._channel.begin(moves, self._puller), nbytes, time.monotonic() + READ_S)
 
-    def _await(self, flight: _Flight) -> None:
+    def _await(self, flight: _StartedRead) -> None:
         while (state := flight.read.look()) == "PROC":
             self._look()
             if flight.read.arrived > flight.arrived:

@@ -73,19 +73,19 @@ class Trainer:
     """The trainer, as it has answered."""
 
     connection: socket.socket
-    """Without blocking. It ends when the trainer dies, or withdraws the version."""
+    """The connection to the trainer. Its calls never block. It ends when the trainer dies, or withdraws the version."""
     source: ReadSource
     places: Sequence[Sequence[Piece]]
 
 
 @dataclass(slots=True)
-class _Source:
+class _SourceChannel:
     channel: Channel
     places: Sequence[Sequence[Piece]]
 
 
 @dataclass(slots=True)
-class _Flight:
+class _StartedBucket:
     """A read of one bucket, as a run of transfers."""
 
     read: BucketRead
@@ -123,7 +123,7 @@ class _Reading:
 
     chooser: Chooser
     puller: Puller
-    sources: dict[str, _Source]
+    sources: dict[str, _SourceChannel]
     offer: RelayOffer | None
     places: Mapping[str, memoryview]
     largest: int
@@ -135,7 +135,7 @@ class _Reading:
     """Slots of reads by UCX that have failed. Bytes may arrive in them at any later time."""
     left: list[Channel] = field(default_factory=list)
     """The channels to lost peers."""
-    flights: list[_Flight] = field(default_factory=list)
+    flights: list[_StartedBucket] = field(default_factory=list)
     checks: dict[Future[Sequence[tuple[str, HostTensor]] | None], tuple[BucketRead, RegisteredMemory]] = field(
         default_factory=dict
     )
@@ -223,7 +223,7 @@ class RelayedPull(PackedDelivery):
         return _Reading(
             Chooser(self._plan, [bucket.nbytes for bucket in buckets], time.monotonic()),
             puller,
-            {TRAINER: _Source(channel, self._trainer.places)},
+            {TRAINER: _SourceChannel(channel, self._trainer.places)},
             self._serve(places),
             places,
             largest,
@@ -297,7 +297,7 @@ class RelayedPull(PackedDelivery):
             case Offered(peer, source, places):
                 try:
                     checked = checked_places(places, self._manifest.buckets)
-                    reading.sources[peer] = _Source(self._channel(reading.puller, source), checked)
+                    reading.sources[peer] = _SourceChannel(self._channel(reading.puller, source), checked)
                 except Exception as error:  # nixl's errors have no common base
                     self._lose(reading, peer, str(error))
             case Verified(peer, buckets):
@@ -336,14 +336,14 @@ class RelayedPull(PackedDelivery):
                 reading.slots -= 1
             source = reading.sources[read.source]
             limits = self._context.limits if source.channel.by_tcp else self._limits
-            flight = _Flight(read, reading.free.pop(), split_reads(source.places[read.bucket], limits))
+            flight = _StartedBucket(read, reading.free.pop(), split_reads(source.places[read.bucket], limits))
             reading.flights.append(flight)
             self._advance(reading, flight)
             started = True
         return started
 
-    def _advance(self, reading: _Reading, flight: _Flight) -> None:
-        """Begins the next transfer of a flight. After the last one it has the bucket checked."""
+    def _advance(self, reading: _Reading, flight: _StartedBucket) -> None:
+        """Begins the next transfer of a bucket. After the last transfer it has the bucket checked."""
         _release(flight)
         pieces = next(flight.rest, None)
         if pieces is None:
@@ -378,7 +378,9 @@ class RelayedPull(PackedDelivery):
                 self._advance(reading, flight)
         return happened
 
-    def _failed(self, reading: _Reading, flight: _Flight, why: str, kind: type[PlaneError] = Unavailable) -> None:
+    def _failed(
+        self, reading: _Reading, flight: _StartedBucket, why: str, kind: type[PlaneError] = Unavailable
+    ) -> None:
         if flight.read.source == TRAINER:
             self._look()
             raise kind(f"the trainer: {why}", fix=PUBLISH)
@@ -386,7 +388,7 @@ class RelayedPull(PackedDelivery):
 
     # ---- what has come ----
 
-    def _arrived(self, reading: _Reading, flight: _Flight) -> None:
+    def _arrived(self, reading: _Reading, flight: _StartedBucket) -> None:
         reading.flights.remove(flight)
         read = flight.read
         reading.chooser.arrived(read, time.monotonic())
@@ -504,7 +506,7 @@ def _cut(manifest: Manifest, trainer: Trainer, nbytes: int) -> tuple[Manifest, T
     return replace(manifest, buckets=tuple(buckets)), replace(trainer, places=places)
 
 
-def _release(flight: _Flight) -> None:
+def _release(flight: _StartedBucket) -> None:
     transfer, flight.transfer = flight.transfer, None
     if transfer is not None:
         transfer.release()
