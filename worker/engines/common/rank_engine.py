@@ -13,7 +13,6 @@ from worker.engines.capabilities import FullEngine, SpansHosts
 from worker.engines.common.engine_process import EngineProcess
 from worker.engines.common.generating import Generating
 from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
-from worker.engines.common.token_checks import check_adapter
 from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.nodes.head_link import HeadLink
 from worker.nodes.node_part import NodePart
@@ -112,24 +111,19 @@ class RankEngine(Generating, WeightsInRanks, FullEngine, SpansHosts, Generic[P])
             if not was_paused:
                 await self.resume()
 
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Running requests compute their KV again."""
         self._running()
         self._refuse_lacking_op("score")
         checked = check_sequences(sequences, self.info.vocab_size, self.info.max_model_len)
-        check_adapter(adapter, self._adapter_names(), "adapter")
         check_memory(self._released_tags())
         async with self._stopped():
-            scores = await self._score(checked, adapter)
+            scores = await self._score(checked)
         return checked_scores(scores, checked)
 
     @abstractmethod
-    async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
+    async def _score(self, sequences: list[list[int]]) -> Any:
         """Freezes the engine and scores. `score` has checked the arguments, and lets the engine run again."""
-
-    @abstractmethod
-    def _adapter_names(self) -> Collection[str]:
-        """The loaded adapters."""
 
     @abstractmethod
     def _released_tags(self) -> Collection[str]:

@@ -396,15 +396,13 @@ class FakeEngine(WeightsInProcess, FullEngine):
                 self.weights = FakeWeights(mixed)  # its digest is the one of these bytes, also half-way
                 self._miscomputes = self.config.miscompute
 
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the logprobs of `fake_prompt_logprobs`, without the first token's."""
         self._held()
         checked = check_sequences(sequences, self.config.vocab_size, self.config.max_model_len)
-        check_adapter(adapter, self.adapters, "adapter")
         check_memory(self._released)
         await asyncio.sleep(0)
-        digests = self._computed_with(), None if adapter is None else self.adapters[adapter].digest
-        rows = [fake_prompt_logprobs(digests[0], sequence, digests[1])[1:] for sequence in checked]
+        rows = [fake_prompt_logprobs(self._computed_with(), sequence)[1:] for sequence in checked]
         return checked_scores([[value for value in row if value is not None] for row in rows], checked)
 
     # adapters

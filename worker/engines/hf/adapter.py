@@ -231,10 +231,10 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     def set_version(self, version: WeightVersion) -> None:
         self.loop.version = version
 
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         info = self.info
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
-        return checked_scores(await self._call(lambda loop: loop.score(checked, adapter)), checked)
+        return checked_scores(await self._call(lambda loop: loop.score(checked)), checked)
 
     # adapters
 

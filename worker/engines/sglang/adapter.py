@@ -397,10 +397,9 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
             stream.kv = (stream.kv or version) if stream.rid in (kept or ()) else None
         return kept
 
-    async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
-        lora_id = "" if adapter is None else self._adapters[adapter].lora_id
+    async def _score(self, sequences: list[list[int]]) -> Any:
         await self._freeze()
-        rows = await self.process.call("score", sequences=json.dumps(sequences), lora_id=lora_id)
+        rows = await self.process.call("score", sequences=json.dumps(sequences))
         if any(row["forgot"] for row in rows):
             if not all(row["forgot"] for row in rows):
                 # In one replica all requests have lost their KV. So they do in each.
@@ -411,9 +410,6 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
     def _by_replica(self, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         size = len(rows) // self.process.replicas
         return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-    def _adapter_names(self) -> Collection[str]:
-        return self._adapters
 
     def _released_tags(self) -> Collection[str]:
         return self._released

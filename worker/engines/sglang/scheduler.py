@@ -99,17 +99,16 @@ class Rank:
         self._relabel(key)
         self._holder.reset()
 
-    def _score(self, sequences: str, lora_id: str) -> dict[str, Any]:
+    def _score(self, sequences: str) -> dict[str, Any]:
         """Running requests keep their KV, if it leaves room for the sequences.
 
-        `sequences`: as JSON, since SGLang's remote call takes flat arguments only. `lora_id`: empty for the base
-        model."""
+        `sequences`: as JSON, since SGLang's remote call takes flat arguments only."""
         asked = json.loads(sequences)
         room = self._kept.room_for(asked)
         if forgets := not room:
             self._forget_cache()
             room = self._scheduler.max_total_num_tokens
-        return {"scores": score_between_steps(self._scheduler, asked, lora_id or None, room), "forgot": forgets}
+        return {"scores": score_between_steps(self._scheduler, asked, room), "forgot": forgets}
 
     def _keep(self, salt: str) -> dict[str, Any]:
         return {"kept": self._kept.keep(salt)}

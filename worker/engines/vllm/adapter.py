@@ -221,13 +221,10 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         check_adapter(request.adapter, self._loras, "model")
         if request.adapter is None:
             return None
-        lora = self._loras[request.adapter]
-        return lora_request(lora.number, self._path_of(lora))
-
-    def _path_of(self, lora: _Lora) -> str:
-        """The path by which requests name an adapter. No rank reads it: each of them has loaded the adapter by
-        `_add_lora`, on other hosts from another path."""
-        return str(self.process.directory / lora.files) if self.process.directory is not None else lora.files
+        lora, directory = self._loras[request.adapter], self.process.directory
+        # No rank reads this path: each of them has loaded the adapter by `_add_lora`, on other hosts from another path.
+        path = str(directory / lora.files) if directory is not None else lora.files
+        return lora_request(lora.number, path)
 
     def _label(self, name: str | None, adapter: str | None) -> Label:
         state = self._states.get(name or "") or _State()
@@ -296,23 +293,19 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         kept: list[list[str] | None] = await self.process.on_cores(KEEP_KV, f"rl-plane-{next(self._numbers)}")
         return None if None in kept else [key for keys in kept for key in keys or ()]
 
-    async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
-        lora = None if adapter is None else (self._loras[adapter].number, self._path_of(self._loras[adapter]))
+    async def _score(self, sequences: list[list[int]]) -> Any:
         llm = self.process.llm
         await self._freeze()
-        scores = await self.process.on_cores(METHOD, sequences, lora)
+        scores = await self.process.on_cores(METHOD, sequences)
         if None not in scores:
             return scores_of_replicas(scores)
         # Running requests leave no room.
         if not await self.process.ask(llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)):
             raise EngineFailed("vLLM did not flush its prefix cache: a request holds KV")
-        scores = await self.process.on_cores(METHOD, sequences, lora)
+        scores = await self.process.on_cores(METHOD, sequences)
         if None in scores:
             raise EngineFailed("vLLM's KV cache has no room for the sequences")
         return scores_of_replicas(scores)
-
-    def _adapter_names(self) -> Collection[str]:
-        return self._loras
 
     def _released_tags(self) -> Collection[str]:
         return self._released.tags
