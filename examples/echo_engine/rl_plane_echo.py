@@ -53,7 +53,7 @@ class EchoWeights(BaseWeights):
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self.specs
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> dict[str, bytes]:
+    def stage(self, tensors: TensorStream, cancelled: Cancelled) -> dict[str, bytes]:
         staged = {}
         for name, tensor in tensors:
             if cancelled():
@@ -61,9 +61,9 @@ class EchoWeights(BaseWeights):
             staged[name] = bytes(tensor.data)
         return staged
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         self.version = None  # if this fails, the weights are of no version
-        self.load(self.stage(tensors, cast, cancelled), None)
+        self.load(self.stage(tensors, cancelled), None)
 
 
 class EchoEngine(WeightsInProcess):

@@ -134,7 +134,7 @@ async def staged_adapter(engine: HfEngine, path: Path, cast: bool = False) -> st
 
 
 async def write_over(engine: HfEngine, tensors: TensorStream) -> None:
-    await asyncio.to_thread(engine.holder.overwrite, tensors, False, lambda: False)
+    await asyncio.to_thread(engine.holder.overwrite, tensors, lambda: False)
 
 
 async def load(engine: HfEngine, name: str, path: Path, sequence: int = 1, cast: bool = False) -> None:
@@ -708,8 +708,6 @@ async def test_an_overwrite_that_fails_leaves_weights_of_no_version(
 
     with pytest.raises(InvalidWeights, match="cut short"):
         await write_over(engine, broken())
-    with pytest.raises(InvalidWeights, match="missing"):
-        await write_over(engine, iter(list(checkpoint(witnesses[2]))[:3]))
     assert 0 < len((await engine.check_weights("compare"))[0]["mismatches"]) < len(engine.weight_spec())
     await engine.resume()
     result = await one.end()

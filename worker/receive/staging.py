@@ -345,11 +345,11 @@ def receive(
             progress=progress,
         )
         if kind == "base":
-            finished = _finished(holder.stage(stream, cast, cancelled), stream)
+            finished = _finished(holder.stage(stream, cancelled), stream)
         else:
             config = delivery.adapter_config
             assert config is not None, "an adapter's spec follows from its config"
-            finished = _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
+            finished = _finished(holder.stage_adapter(config, stream, cancelled), stream)
         if digests is not None:
             digests.update(stream.digests)
         return finished
@@ -441,7 +441,7 @@ def overwrite(
             progress=progress,
         )
         stream.check_stated()
-        holder.overwrite(stream, cast, cancelled)
+        holder.overwrite(stream, cancelled)
         return stream.finish()
     finally:
         delivery.close()

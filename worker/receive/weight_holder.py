@@ -31,14 +31,15 @@ class WeightHolder(Protocol):
         """Returns the names that a checkpoint may also have → the tensor of `weight_spec` to which each is tied. The
         bytes of both must be equal."""
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> Staged:
-        """Prepares the swap while generation continues, and reads the stream to its end. The receiver has checked
-        names, shapes and dtypes. Raises EngineFailed when `cancelled()`.
+    def stage(self, tensors: TensorStream, cancelled: Cancelled) -> Staged:
+        """Prepares the swap while generation continues, and reads the stream to its end. The receiver has checked that
+        all tensors come, and their names, shapes and dtypes. If the update allows a cast, a dtype may differ from the
+        one in `weight_spec`. Raises EngineFailed when `cancelled()`.
 
         Each tensor lies in the staging area, and stays there for as long as the holder refers to its `data`: no copy is
         needed. A delta may change the bytes after the swap."""
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         """Writes the tensors over the served weights as they come. The engine is paused. When this raises, its weights
         are of no version."""
 
@@ -47,7 +48,5 @@ class WeightHolder(Protocol):
         `adapter_model.safetensors`, with the engine's dtypes. InvalidWeights for a config that this model or engine
         can't take."""
 
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> Staged:
+    def stage_adapter(self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled) -> Staged:
         """Does the same as `stage` for an adapter."""

@@ -459,7 +459,7 @@ class Receiver:
                 expected_digest=wanted,
             )
         try:
-            self._staged[staging] = self.holder.stage(after.with_digests().items(), request.cast, cancelled)
+            self._staged[staging] = self.holder.stage(after.with_digests().items(), cancelled)
         except BaseException:
             before.take_back(changes)
             self.kept = known

@@ -94,7 +94,7 @@ def loaded(holder: RankHolder, runner: Runner, delivery: Delivery, cast: bool = 
     host = HostHolder(Path(), ModelDescription(holder.spec.tensors, holder.spec.tied, ("cpu",)))
     area = StagingArea.for_specs(delivery.specs, shared=True)
     receive(host, delivery, cast=cast, expected_digest=None, cancelled=never, area=area)
-    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), cast, None))
+    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), None))
     area.close()
     found: dict[str, torch.Tensor] = {}
     runner.model.loads = lambda tensors: found.update((name, one.clone()) for name, one in tensors.items())
@@ -109,7 +109,7 @@ def test_a_check_is_of_what_the_last_load_has_put_in_place(tmp_path: Path, kind:
 
     def load(tensors: dict[str, torch.Tensor]) -> None:
         runner.model.loads = lambda _: runner.model.put(tensors)
-        holder.overwrite(checkpoint(tmp_path / "model"), False, never)
+        holder.overwrite(checkpoint(tmp_path / "model"), never)
 
     before = holder.checks.checksum()
     holder.checks.snapshot()
@@ -130,11 +130,11 @@ def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path) -> None
     holder = holder_of("sglang", tmp_path, runner, refuse)
     before = holder.checks.checksum()
     area = StagingArea.for_specs(holder.spec.tensors, shared=True)
-    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), False, None))
+    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), None))
     with pytest.raises(Unsupported):
         holder.swap()
     with pytest.raises(Unsupported):
-        holder.overwrite(checkpoint(tmp_path / "model"), False, never)
+        holder.overwrite(checkpoint(tmp_path / "model"), never)
     assert holder.checks.checksum() == before
     area.close()
 
@@ -166,16 +166,16 @@ def test_weights_are_written_on_the_ranks_own_gpu_between_two_steps(
     area = StagingArea.for_specs(holder.spec.tensors, shared=True)
     for name, tensor in checkpoint(tmp_path / "model"):
         area.put(name, tensor)
-    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), False, None))
+    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), None))
     assert holder.swap(), "something refers to the map still"
     assert calls == whole
     held: list[Any] = []
     runner.model.loads = lambda tensors: held.append(tensors)
-    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), False, None))
+    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), None))
     assert not holder.swap(), "a model that holds what it has loaded holds the memory"
     runner.model.loads = lambda tensors: calls.append(("load", sorted(tensors)))
     calls.clear()
-    holder.overwrite(checkpoint(tmp_path / "model"), False, lambda: False)
+    holder.overwrite(checkpoint(tmp_path / "model"), lambda: False)
     assert calls == whole
 
 

@@ -18,12 +18,13 @@ class BaseWeights(ABC):
         """Every tensor that a full checkpoint must hold, by its checkpoint name."""
 
     @abstractmethod
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> Staged:
+    def stage(self, tensors: TensorStream, cancelled: Cancelled) -> Staged:
         """Copies the tensors into host memory while generation continues. Their names, shapes and dtypes have been
-        checked; with `cast`, the dtypes may differ from the spec. Raises EngineFailed when `cancelled()`."""
+        checked. If the update allows a cast, the dtypes may differ from the spec. Raises EngineFailed when
+        `cancelled()`."""
 
     @abstractmethod
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         """Writes the tensors over the served weights as they arrive. The engine is paused. When this raises, its
         weights are of no version."""
 
@@ -33,7 +34,5 @@ class BaseWeights(ABC):
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         raise Unsupported("this engine has no LoRA", field="target.kind", fix="publish base weights")
 
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> Staged:
+    def stage_adapter(self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled) -> Staged:
         raise Unsupported("this engine has no LoRA", field="target.kind", fix="publish base weights")

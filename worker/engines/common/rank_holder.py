@@ -58,9 +58,7 @@ class RankHolder(ABC):
         version, and other weights can be loaded over them."""
 
     @abstractmethod
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> Staged:
+    def stage_adapter(self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled) -> Staged:
         """Makes what the engine needs of an adapter. `config`: its PEFT config."""
 
     @abstractmethod
@@ -87,11 +85,11 @@ class RankHolder(ABC):
             weights = staged_weights(directory, body["staging"])
             assert weights.config is not None, "an adapter"
             tensors = weights.tensors.items()
-            staged = self.stage_adapter(weights.config, tensors, weights.cast, cancelled)
+            staged = self.stage_adapter(weights.config, tensors, cancelled)
             self._adapters[body["staging"]] = staged
 
         def overwrite(body: Mapping[str, Any], cancelled: Cancelled) -> None:
-            self.overwrite(windows(directory, rank, cancelled), body["cast"], cancelled)
+            self.overwrite(windows(directory, rank, cancelled), cancelled)
 
         def discard(body: Mapping[str, Any], _: Cancelled) -> None:
             self._taken = None  # another rank may have failed to take it
@@ -116,10 +114,10 @@ class RankHolder(ABC):
             raise EngineFailed(f"no adapter is staged as {staging!r}")
         return staged
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         """Loads tensors as they come. Runs beside the engine's thread, which makes no step while the engine is
         paused."""
-        self._write(self._torch_tensors(tensors, cast, cancelled))
+        self._write(self._torch_tensors(tensors, cancelled))
 
     def take(self, weights: MappedWeights) -> None:
         """Takes the weights that the next `swap` loads."""
@@ -131,7 +129,7 @@ class RankHolder(ABC):
         taken, self._taken = self._taken, None
         if taken is None:
             raise EngineFailed("no weights were taken for this swap")
-        self._write(self._torch_tensors(taken.tensors.items(), taken.cast, never))
+        self._write(self._torch_tensors(taken.tensors.items(), never))
         return taken.area.released()
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -155,11 +153,9 @@ class RankHolder(ABC):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _torch_tensors(
-        self, tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _torch_tensors(self, tensors: TensorStream, cancelled: Cancelled) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors without those of tied names, in the model's dtypes: cast, or in the mapped memory."""
-        return host_copies(tensors, self.spec.tensors, self.spec.tied, cast, cancelled, self.spec.own)
+        return host_copies(tensors, self.spec.tensors, self.spec.tied, cancelled, self.spec.own)
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         return self._adapter(config)[2]

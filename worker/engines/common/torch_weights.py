@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
+from rl_plane.errors import EngineFailed, Unsupported
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
 from rl_plane.transports.packing import names_of_dtypes
 from rl_plane.weights.read_ahead import host_memory
@@ -59,13 +59,13 @@ class ModelWeights:
         self._lock = threading.Lock()
         self.checks = TensorChecks(lambda: state, self._lock)
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
-        return StagedTensors(dict(host_copies(tensors, self.spec, self.tied, cast, cancelled, self._own)))
+    def stage(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> StagedTensors:
+        return StagedTensors(dict(host_copies(tensors, self.spec, self.tied, cancelled, self._own)))
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> None:
         """Loads tensors one after the other as they arrive. If it raises, the weights are a mixture."""
         with self._lock, torch.no_grad():
-            for name, tensor in host_copies(tensors, self.spec, self.tied, cast, cancelled, self._own):
+            for name, tensor in host_copies(tensors, self.spec, self.tied, cancelled, self._own):
                 self.targets[name].copy_(tensor)
             self._settle()
 
@@ -93,37 +93,22 @@ def host_copies(
     tensors: TensorStream,
     wanted: Mapping[str, TensorSpec],
     tied: Collection[str],
-    cast: bool,
     cancelled: Callable[[], bool],
     own: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields tensors in the dtypes of `wanted`, without those of `tied` names. Each is a copy, unless it is `owned`
-    and needs no cast: then it is the given memory. A tensor that must be cast gets the
-    dtype that `own` has for its name, if it has one. Raises InvalidWeights for a tensor that does not fit, and at the
-    end for missing tensors."""
-    left = set(wanted)
+    """Yields tensors in the dtypes of `wanted`, without the tensors of `tied` names. The receiver has checked them.
+
+    Each is a copy, unless it is `owned` and needs no cast: then it is the given memory. A tensor that must be cast gets
+    the dtype that `own` has for its name, if it has one."""
     for name, tensor in tensors:
         if cancelled():
             raise EngineFailed("staging was cancelled")
         if name in tied:
             continue  # the model has one tensor for both names
-        spec = wanted.get(name)
-        if spec is None or spec.shape != tensor.spec.shape:
-            raise InvalidWeights(
-                f"{name} {list(tensor.spec.shape)} does not fit the model", field=name, fix="send its weights"
-            )
-        if spec.dtype != tensor.spec.dtype and not cast:
-            raise InvalidWeights(
-                f"{name} is {tensor.spec.dtype}, the model's is {spec.dtype}", field=name, fix="set cast: true"
-            )
-        left.discard(name)
-        dtype = spec.dtype if tensor.spec.dtype == spec.dtype else own.get(name, spec.dtype)
+        dtype = wanted[name].dtype
+        if tensor.spec.dtype != dtype:
+            dtype = own.get(name, dtype)
         yield name, _kept(tensor).to(DTYPE_OF_NAME[dtype])
-    if left:
-        first = min(left)
-        raise InvalidWeights(
-            f"{len(left)} tensors are missing, {first} the first", field=first, fix="send them all"
-        )
 
 
 def _kept(tensor: HostTensor) -> torch.Tensor:

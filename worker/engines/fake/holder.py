@@ -44,10 +44,10 @@ class FakeHolder:
     def tied_tensors(self) -> Mapping[str, str]:
         return {}
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> FakeWeights:
+    def stage(self, tensors: TensorStream, cancelled: Cancelled) -> FakeWeights:
         return FakeWeights(self._taken(tensors, cancelled))
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         """Waits `stage_delay_s` before the first tensor, as `stage` does."""
         with self._engine.half_written() as mixed:
             self._delay(cancelled)
@@ -66,9 +66,7 @@ class FakeHolder:
         dtypes = {module: specs[f"{module}.weight"].dtype for module in linear}
         return lora_spec(lora, target_modules(lora, linear), linear, dtypes)
 
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> FakeAdapter:
+    def stage_adapter(self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled) -> FakeAdapter:
         return FakeAdapter(self._taken(tensors, cancelled), config)
 
     def _taken(self, tensors: TensorStream, cancelled: Cancelled) -> dict[str, FakeTensor]:

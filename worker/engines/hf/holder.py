@@ -27,12 +27,12 @@ class HfBaseHolder(BaseWeights):
     def tied_tensors(self) -> Mapping[str, str]:
         return self.weights.tied
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
-        return self.weights.stage(tensors, cast, cancelled)
+    def stage(self, tensors: TensorStream, cancelled: Cancelled) -> StagedTensors:
+        return self.weights.stage(tensors, cancelled)
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         self._forget_weights()
-        self.weights.overwrite(tensors, cast, cancelled)
+        self.weights.overwrite(tensors, cancelled)
 
 
 class HfHolder(HfBaseHolder):
@@ -48,6 +48,6 @@ class HfHolder(HfBaseHolder):
         return self.adapters.spec(config)
 
     def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+        self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled
     ) -> HfStagedAdapter:
-        return self.adapters.stage(config, tensors, cast, cancelled)
+        return self.adapters.stage(config, tensors, cancelled)

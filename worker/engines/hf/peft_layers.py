@@ -136,10 +136,10 @@ class ModelAdapters:
         return found
 
     def stage(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
+        self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Callable[[], bool]
     ) -> HfStagedAdapter:
         spec = self.spec(config)
-        copies = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
+        copies = dict(host_copies(tensors, spec, frozenset(), cancelled))
         model = _sharing(self._model, lambda tensor: tensor)
         _inject(config, model)
         import peft

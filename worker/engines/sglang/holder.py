@@ -52,10 +52,10 @@ class SglangHolder(RankHolder):
             write_noise(self._scheduler.tp_worker.model_runner.model.named_parameters())
 
     def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+        self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled
     ) -> SglangStagedAdapter:
         lora, modules, spec = self._adapter(config)
-        staged = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
+        staged = dict(host_copies(tensors, spec, frozenset(), cancelled))
         lora, staged = with_even_ranks(lora, modules, staged)
         return SglangStagedAdapter(lora, self._nothing_beside(lora, modules) | staged)
 

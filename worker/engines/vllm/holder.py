@@ -81,10 +81,10 @@ class VllmHolder(RankHolder):
     # adapters
 
     def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+        self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled
     ) -> VllmStagedAdapter:
         lora, modules, spec = self._adapter(config)
-        copies = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
+        copies = dict(host_copies(tensors, spec, frozenset(), cancelled))
         if not self._writes:
             return VllmStagedAdapter(None)  # all ranks of a host read the same files
         lora, copies = with_even_ranks(lora, modules, copies)

@@ -26,8 +26,6 @@ class MappedWeights:
     """Staged weights of the host agent, mapped into this process."""
 
     area: MappedArea
-    cast: bool
-    """Tensors of another dtype than the model's are allowed."""
     config: Mapping[str, Any] | None
     """The PEFT config of an adapter; None for base weights."""
 
@@ -40,7 +38,7 @@ def staged_weights(directory: Path, staging: str) -> MappedWeights:
     """Maps what is staged under this name. EngineFailed if nothing is."""
     answer, area = _ask(directory, "area", {"staging": staging})
     assert area is not None, "it is staged"
-    return MappedWeights(area, answer["cast"], answer["config"])
+    return MappedWeights(area, answer["config"])
 
 
 def windows(directory: Path, rank: int, cancelled: Cancelled) -> Iterator[tuple[str, HostTensor]]:
