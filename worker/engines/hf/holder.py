@@ -8,13 +8,12 @@ from typing import Any
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import Unsupported
 from rl_plane.protocol.versions import TensorSpec
-from worker.engines.common.base_weights import BaseWeights
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
 from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
-from worker.receive.weight_holder import TensorStream
+from worker.receive.weight_holder import TensorStream, WeightHolder
 
 
-class HfBaseHolder(BaseWeights):
+class HfBaseHolder(WeightHolder):
     """A WeightHolder without adapters. `forget_weights()` says that the weights are of no version from here on."""
 
     def __init__(self, weights: ModelWeights, forget_weights: Callable[[], None]) -> None:
