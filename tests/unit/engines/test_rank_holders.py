@@ -72,15 +72,18 @@ def refuse(runner: Any) -> None:
     raise Unsupported("SGLang refuses weight updates", field="engine", fix="start it otherwise")
 
 
-def holder_of(
-    kind: str, directory: Path, runner: Runner, check: Callable[[Any], None] = accept, **shape: int
-) -> Any:
+@pytest.fixture(autouse=True)
+def _sglang_takes_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engines.sglang.holder.check_updates", accept)
+
+
+def holder_of(kind: str, directory: Path, runner: Runner, **shape: int) -> Any:
     model = make_tiny_model(directory / "model", 1, "bfloat16", **shape)
     if kind == "vllm":
         return VllmHolder(model, directory, runner, False, {})
     updater = SimpleNamespace(_select_runners=lambda: [("target", runner)])
     tp_worker = SimpleNamespace(model_runner=runner)
-    return SglangHolder(model, SimpleNamespace(tp_worker=tp_worker, weight_updater=updater), check)
+    return SglangHolder(model, SimpleNamespace(tp_worker=tp_worker, weight_updater=updater))
 
 
 def save_config(directory: Path, **options: Any) -> None:
@@ -124,10 +127,11 @@ def test_a_check_is_of_what_the_last_load_has_put_in_place(tmp_path: Path, kind:
     assert holder.checks.compare() == ["bias"]
 
 
-def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path) -> None:
+def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engines.sglang.holder.check_updates", refuse)
     runner = Runner(torch.device("cpu"))
     runner.model.loads = lambda tensors: pytest.fail("it loads")
-    holder = holder_of("sglang", tmp_path, runner, refuse)
+    holder = holder_of("sglang", tmp_path, runner)
     before = holder.checks.checksum()
     area = StagingArea.for_specs(holder.spec.tensors, shared=True)
     holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), None))

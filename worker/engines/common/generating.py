@@ -8,9 +8,9 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from worker.engines.base import LACKING, EngineAdapter, EngineInfo, EngineOptions
+from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.engines.common.pieces import Piece
 from worker.engines.common.spans import SpanLog
 from worker.engines.common.stop_strings import ReplyText
@@ -66,11 +66,6 @@ class Generating(EngineAdapter, Tokenizing):
         self._tokenizer = load_tokenizer(self._options.model)
         self._eos = eos_tokens(self._options.model, self._tokenizer)
         self._token_texts = TokenTexts(self._tokenizer)
-
-    def _refuse_lacking_op(self, op: str) -> None:
-        """Raises Unsupported if the engine, as it was started, lacks the op."""
-        if (reason := self.info.lacks.get(op)) is not None:
-            raise Unsupported(reason, field="op", fix=LACKING)
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         return self._deltas(request, self._pieces)

@@ -20,7 +20,7 @@ from rl_plane.protocol.versions import TensorSpec
 from worker.engines.common.adapter_patterns import check_patterns_end
 from worker.engines.common.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
 from worker.engines.common.lora import LoraConfig, lora_spec, parse_lora, target_modules
-from worker.engines.common.torch_weights import NAME_OF_DTYPE, host_copies
+from worker.engines.common.torch_weights import NAME_OF_DTYPE, await_copies, host_copies
 from worker.receive.rank_agents.agent_server import Method
 from worker.receive.rank_agents.host_areas import MappedWeights, staged_weights, windows
 from worker.receive.rank_agents.model_description import specs_to_wire
@@ -144,14 +144,10 @@ class RankHolder(ABC):
         on_gpu = self._device.type == "cuda"
         with self._lock, torch.no_grad(), torch.cuda.device(self._device) if on_gpu else nullcontext():
             try:
-                self._settle()
+                await_copies(self._device)
                 yield
             finally:
-                self._settle()
-
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+                await_copies(self._device)
 
     def _torch_tensors(self, tensors: TensorStream, cancelled: Cancelled) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors without those of tied names, in the model's dtypes: cast, or in the mapped memory."""

@@ -67,7 +67,7 @@ class ModelWeights:
         with self._lock, torch.no_grad():
             for name, tensor in host_copies(tensors, self.spec, self.tied, cancelled, self._own):
                 self.targets[name].copy_(tensor)
-            self._settle()
+            await_copies(self._model.device)
 
     def load(self, staged: StagedTensors, names: Collection[str] | None = None) -> None:
         """Copies staged weights into the live ones, so that tied weights and views stay what they are. No step may run.
@@ -75,18 +75,20 @@ class ModelWeights:
         with self._lock, torch.no_grad():
             for name in staged.tensors if names is None else names:
                 self.targets[name].copy_(staged.tensors[name])
-            self._settle()
+            await_copies(self._model.device)
 
     def reset(self) -> None:
         """Writes noise over every floating point tensor. No step may run."""
         with self._lock:
             write_noise(self.targets.items())
-            self._settle()
+            await_copies(self._model.device)
 
-    def _settle(self) -> None:
-        # The generation steps run on a CUDA stream of their own, which does not wait for these copies.
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+
+def await_copies(device: torch.device) -> None:
+    """Waits until all copies to this device are done. An engine's steps run on CUDA streams of their own, which do not
+    wait for copies."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def host_copies(

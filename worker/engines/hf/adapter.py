@@ -36,14 +36,12 @@ from worker.engines.hf.holder import HfHolder
 from worker.engines.hf.loaded_model import load_model
 from worker.engines.hf.loop import GenerationLoop
 from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
-from worker.engines.hf.pooling_engine import HfPoolingEngine
+from worker.engines.hf.pooling_engine import NO_SLEEP, HfPoolingEngine
 from worker.engines.hf.streams import HfStream
 from worker.receive.weight_receiver import Receiver, load_transports
 
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that `close` waits for the running step. The thread is a daemon, so a hung step can't hold the process."""
-
-_NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
 
 
 class HfArguments(Body):
@@ -307,7 +305,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
 
 def _lacks(has_experts: bool) -> dict[str, str]:
-    lacking = {"release_memory": _NO_SLEEP, "resume_memory": _NO_SLEEP, "generate:structured_output": NO_FORM}
+    lacking = {"release_memory": NO_SLEEP, "resume_memory": NO_SLEEP, "generate:structured_output": NO_FORM}
     if not has_experts:
         lacking["generate:routed_experts"] = NO_EXPERTS
     return lacking if have_peft() else lacking | {"prepare_update:lora": NO_PEFT, "update_weights:lora": NO_PEFT}

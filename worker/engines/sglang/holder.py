@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,11 @@ class SglangStagedAdapter:
 class SglangHolder(RankHolder):
     """The weights of one rank, and its loaded adapters."""
 
-    def __init__(self, model: Path, scheduler: Any, check: Callable[[Any], None] = check_updates) -> None:
-        """`check(runner)` raises Unsupported if this model runner of SGLang can't take new weights."""
+    def __init__(self, model: Path, scheduler: Any) -> None:
         runner = scheduler.tp_worker.model_runner
         dtypes = {name: tensor.dtype for name, tensor in runner.model.state_dict().items()}
         super().__init__(model, runner.model_config.dtype, model_device(runner.model), dtypes)
         self._scheduler = scheduler
-        self._check = check
         self._lora = runner.lora_manager if runner.server_args.enable_lora else None
         self._aside: dict[str, list[Any]] = {}
         """Adapter → its entries in SGLang's tables, while it is removed here and perhaps not in every rank."""
@@ -45,7 +43,7 @@ class SglangHolder(RankHolder):
 
     def check_updates(self) -> None:
         """Raises Unsupported if this rank can't take new weights."""
-        self._check(self._scheduler.tp_worker.model_runner)
+        check_updates(self._scheduler.tp_worker.model_runner)
 
     def reset(self) -> None:
         with self._writing():
@@ -137,7 +135,7 @@ class SglangHolder(RankHolder):
                 fix="start it without speculative decoding",
             )
         runner = runners[0][1]
-        self._check(runner)
+        check_updates(runner)
         runner.weight_updater.begin_weight_update()
         try:
             runner.model.load_weights(iter(tensors))

@@ -16,19 +16,17 @@ from typing import Any
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateRequest
-from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import ParsedCall
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
-from worker.engines.common.pooled_requests import NO_LOGPROBS, NO_POOLING_LORA, PooledRequests
 from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.replicas import scores_of_replicas
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
-from worker.engines.common.tool_call_parsing import ARGUMENT, NO_PARSER, ToolCallParsing
+from worker.engines.common.tool_call_parsing import ARGUMENT
 from worker.engines.vllm.args import NO_TRITON, check_settings, parse_arguments, pooling_arguments
 from worker.engines.vllm.core_load import METHOD as LOAD
 from worker.engines.vllm.core_load import total_load
@@ -80,7 +78,7 @@ def _process_of(options: EngineOptions) -> VllmProcess:
     return VllmProcess(options, arguments)
 
 
-class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
+class VllmEngine(RankEngine[VllmProcess]):
     gathers = True  # the tokens of a whole reply are read from vLLM's state of the request, once per turn
 
     def __init__(self, options: EngineOptions, process: VllmProcess | None = None) -> None:
@@ -147,13 +145,11 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         return total_load(await self.process.on_cores(LOAD))
 
     def _lacking(self) -> dict[str, str]:
-        lacking = self._lacking_over_hosts() | lacking_tasks(self._options.task)
-        if self._tool_call_parser is None:
-            lacking["parse_tool_calls"] = NO_PARSER
+        lacking = self._lacking_in_common()
         if (reason := self._no_sleep()) is not None:
             lacking |= {"release_memory": reason, "resume_memory": reason}
         if self._head is not None:
-            return lacking | NO_POOLING_LORA | {"score": NO_LOGPROBS}
+            return lacking
         if self.process.config.lora_config is None:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         config = self.process.config
@@ -473,12 +469,12 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
 
     async def release_memory(self, tags: list[str]) -> None:
         """Frozen requests lose their KV, and compute it again when they continue."""
-        self._refuse_lacking_op("release_memory")
+        self.info.require("release_memory", "op")
         for call in self._released.release(tags):
             await self._make(call)
 
     async def resume_memory(self, tags: list[str]) -> None:
-        self._refuse_lacking_op("resume_memory")
+        self.info.require("resume_memory", "op")
         for call in self._released.resume(tags):
             await self._make(call)
 
