@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
@@ -17,6 +18,8 @@ from worker.engines.common.stop_strings import ReplyText
 from worker.engines.common.token_checks import check_pooled, check_tokens, check_tops, refuse_lacking
 from worker.engines.common.tokenizing import Tokenizing, TokenTexts, eos_tokens, load_tokenizer, prompt_tokens
 
+R = TypeVar("R")
+
 
 @dataclass(eq=False, slots=True)
 class _Request:
@@ -26,6 +29,11 @@ class _Request:
     """The engine does not have the request yet."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set if the request is aborted while its prompt is being tokenized."""
+
+
+def requests_of(requests: Mapping[str, R], ids: Iterable[str] | None) -> list[R]:
+    """Returns the running requests with these ids (None: all), each of them once."""
+    return [requests[one] for one in dict.fromkeys(requests if ids is None else ids) if one in requests]
 
 
 class Generating(EngineAdapter, Tokenizing):
@@ -165,8 +173,7 @@ class Generating(EngineAdapter, Tokenizing):
 
     def _abort_tokenized(self, request_ids: list[str] | None) -> int:
         """Aborts requests whose prompts are being tokenized. Returns how many."""
-        names = list(self._requests) if request_ids is None else dict.fromkeys(request_ids)
-        found = [one for name in names if (one := self._requests.get(name)) is not None]
+        found = requests_of(self._requests, request_ids)
         ended = [one for one in found if one.tokenizing and not one.aborted.is_set()]
         for one in ended:
             one.aborted.set()

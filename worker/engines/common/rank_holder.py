@@ -17,10 +17,13 @@ import torch
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidWeights
 from rl_plane.protocol.versions import TensorSpec
+from worker.engines.capabilities import CheckScope
 from worker.engines.common.adapter_patterns import check_patterns_end
 from worker.engines.common.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
+from worker.engines.common.even_ranks import with_even_ranks
 from worker.engines.common.lora import LoraConfig, lora_spec, parse_lora, target_modules
 from worker.engines.common.torch_weights import NAME_OF_DTYPE, await_copies, host_copies
+from worker.engines.common.weight_checks import TensorChecks
 from worker.receive.rank_agents.agent_server import Method
 from worker.receive.rank_agents.host_areas import MappedWeights, staged_weights, windows
 from worker.receive.rank_agents.model_description import specs_to_wire
@@ -30,6 +33,9 @@ from worker.receive.weight_holder import Staged, TensorStream
 class RankHolder(ABC):
     """Holds the part of the model that one rank has. `swap` runs on the engine's own thread, between two steps; the
     methods of its agent run on the agent's threads."""
+
+    checks: TensorChecks
+    """The checks of this rank's live tensors. A subclass sets it."""
 
     def __init__(
         self, model: Path, dtype: torch.dtype, device: torch.device, dtypes: Mapping[str, torch.dtype]
@@ -58,8 +64,8 @@ class RankHolder(ABC):
         version, and other weights can be loaded over them."""
 
     @abstractmethod
-    def stage_adapter(self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled) -> Staged:
-        """Makes what the engine needs of an adapter. `config`: its PEFT config."""
+    def _make_adapter(self, lora: LoraConfig, modules: list[str], tensors: dict[str, torch.Tensor]) -> Staged:
+        """Makes what the engine needs of an adapter, which has one rank and one scaling."""
 
     @abstractmethod
     def _max_rank(self) -> int:
@@ -98,6 +104,7 @@ class RankHolder(ABC):
 
         return {
             "ping": lambda body, cancelled: None,
+            "check": lambda body, cancelled: self.checks.row(body["action"], CheckScope(**body["scope"])),
             "describe": describe,
             "adapter_spec": lambda body, cancelled: specs_to_wire(self.adapter_spec(body["config"])),
             "stage": stage,
@@ -152,6 +159,13 @@ class RankHolder(ABC):
     def _torch_tensors(self, tensors: TensorStream, cancelled: Cancelled) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors without those of tied names, in the model's dtypes: cast, or in the mapped memory."""
         return host_copies(tensors, self.spec.tensors, self.spec.tied, cancelled, self.spec.own)
+
+    def stage_adapter(self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled) -> Staged:
+        """`config`: the adapter's PEFT config."""
+        lora, modules, spec = self._adapter(config)
+        copies = dict(host_copies(tensors, spec, frozenset(), cancelled))
+        even, copies = with_even_ranks(lora, modules, copies)
+        return self._make_adapter(even, modules, copies)
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         return self._adapter(config)[2]

@@ -25,7 +25,7 @@ from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CanCheckWeights, CanLoadAdapters, CanScore, CheckAction, CheckScope
 from worker.engines.common.checkpoint_spec import saved_specs
-from worker.engines.common.generating import Generating
+from worker.engines.common.generating import Generating, requests_of
 from worker.engines.common.pieces import Piece
 from worker.engines.common.scoring import check_sequences, checked_scores
 from worker.engines.common.token_checks import NO_EXPERTS, NO_FORM, check_adapter, most_tops
@@ -163,9 +163,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 loop.call(lambda: loop.abort([stream]))
 
     async def abort(self, request_ids: list[str] | None) -> int:
-        streams = None
-        if request_ids is not None:
-            streams = [self._streams[name] for name in dict.fromkeys(request_ids) if name in self._streams]
+        streams = None if request_ids is None else requests_of(self._streams, request_ids)
         before = self._abort_tokenized(request_ids)
         count: int = await self._call(lambda loop: loop.abort(streams))
         return before + count

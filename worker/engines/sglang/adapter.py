@@ -21,6 +21,7 @@ from rl_plane.protocol.worker_ops import ParsedCall
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
+from worker.engines.common.generating import requests_of
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.rank_engine import RankEngine
@@ -251,8 +252,7 @@ class SglangEngine(RankEngine[SglangProcess]):
 
     async def abort(self, request_ids: list[str] | None) -> int:
         feeder = self._requests_in_sglang()
-        names = feeder.streams if request_ids is None else request_ids
-        streams = [feeder.streams[name] for name in dict.fromkeys(names) if name in feeder.streams]
+        streams = requests_of(feeder.streams, request_ids)
         before = self._abort_tokenized(request_ids)
         await feeder.abort(streams)
         return before + len(streams)

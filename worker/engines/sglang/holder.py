@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
-from worker.engines.common.even_ranks import with_even_ranks
 from worker.engines.common.lora import SWITCH_ON, LoraConfig, lora_spec
 from worker.engines.common.rank_holder import RankHolder
-from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
+from worker.engines.common.torch_weights import DTYPE_OF_NAME
 from worker.engines.common.weight_checks import TensorChecks, write_noise
 from worker.engines.sglang.limits import check_updates
 from worker.engines.sglang.lora_references import lora_reference
-from worker.receive.weight_holder import TensorStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +46,10 @@ class SglangHolder(RankHolder):
         with self._writing():
             write_noise(self._scheduler.tp_worker.model_runner.model.named_parameters())
 
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled
+    def _make_adapter(
+        self, lora: LoraConfig, modules: list[str], tensors: dict[str, torch.Tensor]
     ) -> SglangStagedAdapter:
-        lora, modules, spec = self._adapter(config)
-        staged = dict(host_copies(tensors, spec, frozenset(), cancelled))
-        lora, staged = with_even_ranks(lora, modules, staged)
-        return SglangStagedAdapter(lora, self._nothing_beside(lora, modules) | staged)
+        return SglangStagedAdapter(lora, self._nothing_beside(lora, modules) | tensors)
 
     def _nothing_beside(self, lora: LoraConfig, modules: list[str]) -> dict[str, torch.Tensor]:
         """Zeros for the modules that SGLang joins with these in one layer. It takes an adapter of a whole layer only,

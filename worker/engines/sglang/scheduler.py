@@ -14,7 +14,6 @@ from typing import Any
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
-from worker.engines.capabilities import CheckScope
 from worker.engines.sglang.holder import SglangHolder, SglangStagedAdapter
 from worker.engines.sglang.kept_kv import KeptKv
 from worker.engines.sglang.pipeline import stands_still
@@ -41,7 +40,7 @@ class Rank:
         self._ended = threading.Condition()
         rank, directory = _number(), Path(told["directory"])
         methods = self._holder.agent_methods(directory, rank)
-        methods |= {"check": self._check, "outcome": self._tell_outcome}
+        methods |= {"outcome": self._tell_outcome}
         self._agent = AgentServer.of_rank(directory, rank, methods)
 
     def serve(self) -> None:
@@ -73,9 +72,6 @@ class Rank:
             while body["call"] > self._called and not cancelled():
                 self._ended.wait(LOOK_S)
         return self._outcome
-
-    def _check(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
-        return self._holder.checks.row(body["action"], CheckScope(**body["scope"]))
 
     # between two steps
 

@@ -463,7 +463,7 @@ class VllmEngine(RankEngine[VllmProcess]):
         async with self._stopped():
             await self._freeze()
             await self._forget_base()
-            rows = await self.process.on_ranks("rl_plane_check", "reset_tensors", asdict(WHOLE))
+            rows = await self.process.on_ranks("rl_plane_reset")
             await self._add_loras()
         return rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,10 @@ class RankExtension:
         return _outcome(remove)
 
     def rl_plane_check(self, action: str, scope: dict[str, Any]) -> dict[str, Any]:
-        return _outcome(lambda: _check(self.rl_plane_holder, action, scope))
+        return _outcome(lambda: self.rl_plane_holder.checks.row(action, CheckScope(**scope)))
+
+    def rl_plane_reset(self) -> dict[str, Any]:
+        return _outcome(lambda: self.rl_plane_holder.reset())
 
 
 def _number(worker: Any) -> int:
@@ -92,15 +95,7 @@ def _methods(holder: VllmHolder) -> dict[str, Method]:
     return {
         "keep_adapter": lambda body, cancelled: holder.keep_adapter(body["staging"], body["files"]),
         "drop_adapter": lambda body, cancelled: holder.drop_adapter(body["files"]),
-        "check": lambda body, cancelled: _check(holder, body["action"], body["scope"]),
     }
-
-
-def _check(holder: VllmHolder, action: str, scope: Mapping[str, Any]) -> dict[str, Any]:
-    if action == "reset_tensors":
-        holder.reset()
-        return {}
-    return holder.checks.row(action, CheckScope(**scope))
 
 
 def _outcome(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
