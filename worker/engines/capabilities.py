@@ -55,7 +55,7 @@ class EngineLoad:
     preemptions: int | None = None
     """The requests that have lost their KV to others since the engine started. None: the engine does not count them."""
     tokens_per_s: float | None = None
-    """The rate at which the engine makes tokens. None: the engine does not tell it."""
+    """The rate at which the engine makes tokens. None: the engine does not report it."""
 
 
 @runtime_checkable
@@ -89,8 +89,8 @@ class CanParseToolCalls(Protocol):
     @abstractmethod
     async def parse_tool_calls(self, token_ids: list[int], tools: list[dict[str, Any]]) -> ParsedToolCalls:
         """The calls in the text of these tokens, and the rest of the text. A text that is no call, or that the parser
-        can't read, has no calls. Without tokens it checks the tools: InvalidRequest (`field="tools"`) for those that
-        the engine does not take."""
+        can't read, has no calls. Without tokens it checks the tools: InvalidRequest (`field="tools"`) if the engine
+        does not take them."""
 
 
 @runtime_checkable

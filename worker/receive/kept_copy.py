@@ -109,13 +109,13 @@ class KeptCopy:
         return {**digests, **digests_of(changes)}
 
     def digest_with(self, replaced: Mapping[str, str]) -> str | None:
-        """Returns the digest of the version in which these tensors have other digests. None: it can't be told, or this
+        """Returns the digest of the version in which these tensors have other digests. None: it is not known, or this
         version has no such tensors."""
         return self._version_digest({**self.digests, **replaced})
 
     def hashed(self, cancelled: Cancelled) -> KeptCopy:
-        """Returns the copy with the digest of every tensor, for which it hashes those that deltas have changed, and
-        those whose digest is of another algorithm. Its `digest` is the one that the bytes make."""
+        """Returns the copy with the digest of every tensor. It hashes the tensors that deltas have changed, and the
+        tensors whose digest is of another algorithm. Its `digest` is what the bytes make."""
         algorithm = algorithm_of(self.digest)
         digests = {name: digest for name, digest in self.digests.items() if algorithm_of(digest) == algorithm}
         for name, tensor in self.tensors.items():

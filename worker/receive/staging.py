@@ -197,7 +197,7 @@ class DigestingStream:
         return self._stream
 
     def check_stated(self) -> None:
-        """InvalidWeights if the delivery states another digest, or one that the model can't serve. Reads no byte."""
+        """InvalidWeights if the delivery states a digest that is not wanted or can't be served. Reads no byte."""
         self._check_form()
         self._compare(self._delivery.digest, self._expected, "the delivery states")
         _check_ties(self._tied, self._delivery.tensor_digests or {})
@@ -396,8 +396,8 @@ def _may_be_delta(spec: TensorSpec, of: TensorSpec) -> bool:
 
 
 def check_fits(holder: WeightHolder, delivery: Delivery, kind: Kind, cast: bool) -> Mapping[str, str]:
-    """Checks that the tensors are those that the model needs, before a byte of them comes. Returns the names that the
-    model ties, as `tied_tensors`."""
+    """Checks that the delivery has the tensors that the model needs, before a byte of them comes. Returns the names
+    that the model ties, as `tied_tensors`."""
     if kind == "base":
         tied = holder.tied_tensors()
         check_specs(holder.weight_spec(), tied, delivery.specs, cast)

@@ -49,8 +49,8 @@ does not compile is left to the code that uses it later: that code reports the e
 
 
 def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises InvalidWeights if a setting holds no patterns, or one that takes longer than PATTERNS_S. `names`: those of
-    the model with which the patterns are matched."""
+    """Raises InvalidWeights if a setting holds no patterns, or a pattern that takes longer than PATTERNS_S. `names`:
+    the names in the model that the patterns are matched with."""
     known = list(names)
     for setting in _SETTINGS:
         given = config.get(setting)

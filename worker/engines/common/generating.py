@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.engines.common.pieces import Piece
+from worker.engines.common.request_gate import requests_of
 from worker.engines.common.spans import SpanLog
 from worker.engines.common.stop_strings import ReplyText
 from worker.engines.common.token_checks import check_pooled, check_tokens, check_tops, refuse_lacking
 from worker.engines.common.tokenizing import Tokenizing, TokenTexts, eos_tokens, load_tokenizer, prompt_tokens
-
-R = TypeVar("R")
 
 
 @dataclass(eq=False, slots=True)
@@ -29,11 +27,6 @@ class _Request:
     """The engine does not have the request yet."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set if the request is aborted while its prompt is being tokenized."""
-
-
-def requests_of(requests: Mapping[str, R], ids: Iterable[str] | None) -> list[R]:
-    """Returns the running requests with these ids (None: all), each of them once."""
-    return [requests[one] for one in dict.fromkeys(requests if ids is None else ids) if one in requests]
 
 
 class Generating(EngineAdapter, Tokenizing):

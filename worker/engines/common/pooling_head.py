@@ -80,7 +80,7 @@ class PoolingHead:
 
 
 def read_head(model: Path, task: PoolingTask) -> PoolingHead:
-    """The head of the model in this directory. Raises Unsupported for one that the engines would compute in different
+    """The head of the model in this directory. Raises Unsupported for a head that the engines compute in different
     ways."""
     from transformers import AutoConfig
 

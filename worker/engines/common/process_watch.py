@@ -120,7 +120,7 @@ class StartWatch:
         while not self._over.wait(LOOK_S):
             self._look()
             if self._died is not None or self._lost() is not None:
-                for process in self.started:  # and those that start from now on
+                for process in self.started:  # and each process that starts from now on
                     with contextlib.suppress(ValueError):  # its owner has closed it
                         process.kill()
 

@@ -25,8 +25,9 @@ from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CanCheckWeights, CanLoadAdapters, CanScore, CheckAction, CheckScope
 from worker.engines.common.checkpoint_spec import saved_specs
-from worker.engines.common.generating import Generating, requests_of
+from worker.engines.common.generating import Generating
 from worker.engines.common.pieces import Piece
+from worker.engines.common.request_gate import requests_of
 from worker.engines.common.scoring import check_sequences, checked_scores
 from worker.engines.common.token_checks import NO_EXPERTS, NO_FORM, check_adapter, most_tops
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors

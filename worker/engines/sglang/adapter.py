@@ -21,11 +21,11 @@ from rl_plane.protocol.worker_ops import ParsedCall
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
-from worker.engines.common.generating import requests_of
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.replicas import scores_of_replicas
+from worker.engines.common.request_gate import requests_of
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.common.tool_call_parsing import ARGUMENT
@@ -509,7 +509,7 @@ class SglangEngine(RankEngine[SglangProcess]):
             key = self._next_key()
             self._requests_in_sglang().key, self._version = key, None
             await self.process.call("reset", key=key)
-        return [{"rank": rank} for rank in range(self.process.ranks.count)]
+        return self._rows()
 
     # memory
 

@@ -41,9 +41,9 @@ from worker.engines.vllm.vllm_tool_parsers import cached, calls_of, parsers
 KEPT_STATES = 256
 """The number of updates that the engine remembers. A request that is older has tokens of unknown versions."""
 
-_FAST_PREFILL = "vLLM's fast prefill makes none that are right: start it without kv_sharing_fast_prefill"
+_FAST_PREFILL = "vLLM's fast prefill scores prompts wrongly: start it without kv_sharing_fast_prefill"
 _SECOND_RUNNER = (
-    "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
+    "with LoRA, vLLM's second model runner scores prompts wrongly: start it with VLLM_USE_V2_MODEL_RUNNER=0"
 )
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"

@@ -20,12 +20,12 @@ OWN_SALT = "rl_plane_own_salt"
 
 def keep_kv(core: Any, salt: str) -> list[str] | None:
     """A method of vLLM's EngineCore. The engine is paused by `keep`. Returns vLLM's ids of the requests that keep their
-    KV: those that have made a token. The others compute all of it again. None: it can't tell who holds which KV."""
+    KV: the requests that have made a token. The others compute all of it again. None: it does not know which."""
     from vllm.v1.core.sched.interface import PauseState
 
     scheduler = core.scheduler
     if scheduler.pause_state != PauseState.PAUSED_ALL:
-        raise RuntimeError("KV is kept only while vLLM is paused")
+        raise RuntimeError("vLLM keeps KV over a swap only while it is paused")
     if scheduler.kv_holding_waiting:
         return None
     begun = [request for request in scheduler.running if request.num_output_tokens]

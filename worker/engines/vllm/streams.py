@@ -16,8 +16,8 @@ from rl_plane.protocol.routed_experts import RoutedExperts
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
 from worker.engines.common.form_bound import TOO_AMBIGUOUS, too_ambiguous
-from worker.engines.common.generating import requests_of
 from worker.engines.common.pieces import Piece, Top
+from worker.engines.common.request_gate import requests_of
 from worker.engines.common.spans import Label
 from worker.engines.vllm.pooled_names import pooled_names
 from worker.engines.vllm.processes import VllmProcess
@@ -240,7 +240,7 @@ class _Outputs:
 
 
 class _Tokens:
-    """The tokens of one request, from vLLM's own state of it, which has them before an output tells them."""
+    """The tokens of one request, from vLLM's own state of it, which has them before an output does."""
 
     def __init__(self, processor: Any, key: str) -> None:
         internal = processor.external_req_ids.get(key)
