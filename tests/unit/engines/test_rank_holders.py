@@ -22,7 +22,6 @@ from worker.engines.common.rank_holder import RankHolder
 from worker.engines.sglang.holder import SglangHolder
 from worker.engines.vllm.holder import VllmHolder
 from worker.receive.host_agent.holder import HostHolder
-from worker.receive.rank_agents.host_areas import MappedWeights
 from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.staging import TIE_FIX, receive
 from worker.receive.staging_area import MappedArea, StagingArea
@@ -97,7 +96,7 @@ def loaded(holder: RankHolder, runner: Runner, delivery: Delivery, cast: bool = 
     host = HostHolder(Path(), ModelDescription(holder.spec.tensors, holder.spec.tied, ("cpu",)))
     area = StagingArea.for_specs(delivery.specs, shared=True)
     receive(host, delivery, cast=cast, expected_digest=None, cancelled=never, area=area)
-    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), None))
+    holder.take(MappedArea(area.descriptor, area.layout))
     area.close()
     found: dict[str, torch.Tensor] = {}
     runner.model.loads = lambda tensors: found.update((name, one.clone()) for name, one in tensors.items())
@@ -134,7 +133,7 @@ def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path, monkeyp
     holder = holder_of("sglang", tmp_path, runner)
     before = holder.checks.checksum()
     area = StagingArea.for_specs(holder.spec.tensors, shared=True)
-    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), None))
+    holder.take(MappedArea(area.descriptor, area.layout))
     with pytest.raises(Unsupported):
         holder.swap()
     with pytest.raises(Unsupported):
@@ -170,12 +169,12 @@ def test_weights_are_written_on_the_ranks_own_gpu_between_two_steps(
     area = StagingArea.for_specs(holder.spec.tensors, shared=True)
     for name, tensor in checkpoint(tmp_path / "model"):
         area.put(name, tensor)
-    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), None))
+    holder.take(MappedArea(area.descriptor, area.layout))
     assert holder.swap(), "something refers to the map still"
     assert calls == whole
     held: list[Any] = []
     runner.model.loads = lambda tensors: held.append(tensors)
-    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), None))
+    holder.take(MappedArea(area.descriptor, area.layout))
     assert not holder.swap(), "a model that holds what it has loaded holds the memory"
     runner.model.loads = lambda tensors: calls.append(("load", sorted(tensors)))
     calls.clear()

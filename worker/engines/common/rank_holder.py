@@ -25,8 +25,9 @@ from worker.engines.common.lora import LoraConfig, lora_spec, parse_lora, target
 from worker.engines.common.torch_weights import NAME_OF_DTYPE, await_copies, host_copies
 from worker.engines.common.weight_checks import TensorChecks
 from worker.receive.rank_agents.agent_server import Method
-from worker.receive.rank_agents.host_areas import MappedWeights, staged_weights, windows
+from worker.receive.rank_agents.host_areas import staged_weights, windows
 from worker.receive.rank_agents.model_description import specs_to_wire
+from worker.receive.staging_area import MappedArea
 from worker.receive.weight_holder import Staged, TensorStream
 
 
@@ -51,9 +52,9 @@ class RankHolder(ABC):
         self._linear: LinearModules | None = None
         self._lock = threading.Lock()
         """Held while weights are written."""
-        self._staged: dict[str, MappedWeights] = {}
+        self._staged: dict[str, MappedArea] = {}
         """Mapped base weights, by staging name."""
-        self._taken: MappedWeights | None = None
+        self._taken: MappedArea | None = None
         """The weights of the next swap."""
         self._adapters: dict[str, Staged] = {}
         """Adapters that are ready to be loaded, by staging name."""
@@ -79,7 +80,7 @@ class RankHolder(ABC):
             return {"tensors": tensors, "tied": dict(self.spec.tied), "device": str(self._device)}
 
         def stage(body: Mapping[str, Any], _: Cancelled) -> None:
-            self._staged[body["staging"]] = staged_weights(directory, body["staging"])
+            self._staged[body["staging"]] = staged_weights(directory, body["staging"])[0]
 
         def take(body: Mapping[str, Any], _: Cancelled) -> None:
             staged = self._staged.pop(body["staging"], None)
@@ -88,11 +89,9 @@ class RankHolder(ABC):
             self.take(staged)
 
         def stage_adapter(body: Mapping[str, Any], cancelled: Cancelled) -> None:
-            weights = staged_weights(directory, body["staging"])
-            assert weights.config is not None, "an adapter"
-            tensors = weights.tensors.items()
-            staged = self.stage_adapter(weights.config, tensors, cancelled)
-            self._adapters[body["staging"]] = staged
+            area, config = staged_weights(directory, body["staging"])
+            assert config is not None, "an adapter"
+            self._adapters[body["staging"]] = self.stage_adapter(config, area.tensors.items(), cancelled)
 
         def overwrite(body: Mapping[str, Any], cancelled: Cancelled) -> None:
             self.overwrite(windows(directory, rank, cancelled), cancelled)
@@ -126,7 +125,7 @@ class RankHolder(ABC):
         paused."""
         self._write(self._torch_tensors(tensors, cancelled))
 
-    def take(self, weights: MappedWeights) -> None:
+    def take(self, weights: MappedArea) -> None:
         """Takes the weights that the next `swap` loads."""
         self._taken = weights
 
@@ -137,7 +136,7 @@ class RankHolder(ABC):
         if taken is None:
             raise EngineFailed("no weights were taken for this swap")
         self._write(self._torch_tensors(taken.tensors.items(), never))
-        return taken.area.released()
+        return taken.released()
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         with self._writing():
