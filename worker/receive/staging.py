@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -455,20 +456,14 @@ def model_digest(
 
     `tied`: the ties of the engine that has loaded the directory; InvalidWeights if the engine serves other weights than
     the digest says."""
-    checkpoint = open_checkpoint(directory, field="model")
-    try:
+    with closing(open_checkpoint(directory, field="model")) as checkpoint:
         _check_ties(tied or {}, checkpoint.specs, "model", OWN_TIE_FIX)
         digests = checkpoint.tensor_digests(algorithm)
         _check_ties(tied or {}, digests, "model", OWN_TIE_FIX)
         return checkpoint.digest_of(digests)
-    finally:
-        checkpoint.close()
 
 
 def adapter_digest(directory: Path, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> str:
     """Returns the version digest of a PEFT adapter directory, which covers its config."""
-    checkpoint = open_checkpoint(directory, field="directory", kind="lora")
-    try:
+    with closing(open_checkpoint(directory, field="directory", kind="lora")) as checkpoint:
         return checkpoint.digest(algorithm)
-    finally:
-        checkpoint.close()

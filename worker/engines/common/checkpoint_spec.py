@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +48,8 @@ class LinearModules:
 
 def saved_specs(model: Path) -> dict[str, TensorSpec]:
     """The tensors of the checkpoint in the directory `model`, as they are saved."""
-    checkpoint = open_checkpoint(model, field="model")
-    try:
+    with closing(open_checkpoint(model, field="model")) as checkpoint:
         return dict(checkpoint.specs)
-    finally:
-        checkpoint.close()
 
 
 def checkpoint_spec(model: Path, dtype: str, engine: Mapping[str, str]) -> CheckpointSpec:

@@ -17,7 +17,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
@@ -159,11 +159,8 @@ class FakeEngine(WeightsInProcess, FullEngine):
         )
 
     def _load(self) -> FakeWeights:
-        checkpoint = open_checkpoint(self._options.model, field="model")
-        try:
+        with closing(open_checkpoint(self._options.model, field="model")) as checkpoint:
             return FakeWeights(self._read(checkpoint))
-        finally:
-            checkpoint.close()
 
     def _read(self, checkpoint: Checkpoint) -> dict[str, FakeTensor]:
         if not self.config.hold_bytes:
