@@ -335,7 +335,7 @@ def receive(
     weights make the stream raise inside `holder.stage`. If a holder returns without asking for the stream's end, this
     frees the staged weights with their last reference.
     """
-    try:
+    with closing(delivery):
         stream = DigestingStream(
             delivery,
             tied=check_fits(holder, delivery, kind, cast),
@@ -354,8 +354,6 @@ def receive(
         if digests is not None:
             digests.update(stream.digests)
         return finished
-    finally:
-        delivery.close()
 
 
 def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
@@ -432,7 +430,7 @@ def overwrite(
     Closes the delivery on every path. Checks that need no byte come before the first use of the engine. After that, any
     error leaves the engine with weights of no version; a wrong digest, found at the end, is InvalidWeights too.
     """
-    try:
+    with closing(delivery):
         stream = DigestingStream(
             delivery,
             tied=check_fits(holder, delivery, "base", cast),
@@ -444,8 +442,6 @@ def overwrite(
         stream.check_stated()
         holder.overwrite(stream, cancelled)
         return stream.finish()
-    finally:
-        delivery.close()
 
 
 def model_digest(
