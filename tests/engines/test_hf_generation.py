@@ -186,7 +186,7 @@ async def test_what_noise_computed_is_behind_no_labelled_token(
     await running[0].reach(3)
     assert running[1].result.tokens == []  # its prefill is under way
     if in_place:
-        await asyncio.to_thread(engine.holder.overwrite, checkpoint(models.tiny), False, lambda: False)
+        await asyncio.to_thread(engine.holder.overwrite, checkpoint(models.tiny), lambda: False)
         engine.set_version(version(1))
     else:
         await engine.swap(await stage(engine, models.tiny), version(1))

@@ -98,8 +98,8 @@ class SimEngine(FakeEngine):
             raise EngineFailed("simulated: the swap failed")
         return await super().swap(staging, version, keep_kv=keep_kv)
 
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        vectors = await super().score(sequences, adapter)
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        vectors = await super().score(sequences)
         held, _ = product.in_engine(self, None)
         if held is not None:
             self._world.checks.scored(self._process, held.version)

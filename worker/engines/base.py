@@ -165,7 +165,7 @@ class EngineInfo:
     max_lora_rank: int | None = None
     """The largest rank of an adapter. None: any rank."""
     kv_tokens: int | None = None
-    """The tokens that the KV cache has room for. None: the engine does not tell it."""
+    """The tokens that the KV cache has room for. None: the engine does not report it."""
     max_prompt_top_logprobs: int = 0
     """The largest number of likeliest tokens that the engine returns beside each token of a prompt. 0: it returns
     none."""

@@ -56,7 +56,7 @@ class EngineLoad:
     preemptions: int | None = None
     """The requests that have lost their KV to others since the engine started. None: the engine does not count them."""
     tokens_per_s: float | None = None
-    """The rate at which the engine makes tokens. None: the engine does not tell it."""
+    """The rate at which the engine makes tokens. None: the engine does not report it."""
 
 
 @runtime_checkable
@@ -99,10 +99,10 @@ class CanScore(Protocol):
     """Scores given tokens: the canary needs it."""
 
     @abstractmethod
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """The logprob of each token after the first of each sequence, given the tokens before it: the natural-log
-        softmax of the raw logits, by the weights that the engine holds now. All sequences go through the model
-        together. `adapter` None scores the base model, whatever adapters are loaded.
+        softmax of the raw logits, by the base weights that the engine holds now, whatever adapters are loaded. All
+        sequences go through the model together.
 
         It works while the engine runs and while it is paused in any mode; the engine stays paused. Requests in flight
         make no token meanwhile. They may lose their KV, which they compute again. A score uses no KV that was computed
@@ -110,8 +110,7 @@ class CanScore(Protocol):
 
         Every score is a finite number: what is below `scoring.LOGPROB_FLOOR` becomes that. Raises
         - EngineFailed if a logprob is NaN,
-        - InvalidRequest for sequences outside the bounds of `scoring`, ids outside the vocabulary, and an adapter that
-          is not loaded (`field="adapter"`),
+        - InvalidRequest for sequences outside the bounds of `scoring`, and ids outside the vocabulary,
         - Unavailable while memory is released."""
 
 

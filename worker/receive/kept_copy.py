@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -185,7 +186,7 @@ def taken_changes(
 
     `algorithm`: the hash of the version that they make, and of the delivery if that states no digests before its
     tensors."""
-    try:
+    with closing(delivery):
         stream = DigestingStream(delivery, algorithm=algorithm, cancelled=cancelled, progress=progress)
         changes: dict[str, TensorChange] = {}
         for name, tensor in stream:
@@ -199,8 +200,6 @@ def taken_changes(
             of = tensors[name]
             changes[name] = delta_codec.check(blob, of.nbytes, DTYPE_BYTES[of.dtype], name)
         return changes
-    finally:
-        delivery.close()
 
 
 def digests_of(changes: Changes) -> dict[str, str]:

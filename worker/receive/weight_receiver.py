@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -258,7 +258,7 @@ class Receiver:
             "progress": self.received,
         }
         if request.adapter is not None:
-            area, self._staged[staging], digest = self._received(receive, delivery, kind="lora", **how)
+            area, self._staged[staging], digest = self._received(delivery, kind="lora", **how)
             self.areas[staging] = area
             self._keep_adapter(staging, digest, request, delivery, area)
         elif request.base is not None:
@@ -269,7 +269,7 @@ class Receiver:
                 digest = overwrite(self.holder, delivery, **how)
             else:
                 digests: dict[str, str] = {}
-                area, self._staged[staging], digest = self._received(receive, delivery, **how, digests=digests)
+                area, self._staged[staging], digest = self._received(delivery, **how, digests=digests)
                 self.areas[staging] = area
                 kept = as_kept(digest, area, self.holder.tied_tensors(), digests) if request.keeps_copy else None
                 if kept is not None:
@@ -360,14 +360,12 @@ class Receiver:
 
     # ---- memory ----
 
-    def _received(
-        self, by: Callable[..., tuple[Staged, str]], delivery: Delivery, **how: Any
-    ) -> tuple[StagingArea, Staged, str]:
+    def _received(self, delivery: Delivery, **how: Any) -> tuple[StagingArea, Staged, str]:
         """Receives into a new area. The area is gone when this raises."""
         area: StagingArea | None = None
         try:
             area = self._area(delivery)
-            return area, *by(self.holder, delivery, area=area, **how)
+            return area, *receive(self.holder, delivery, area=area, **how)
         except BaseException:
             delivery.close()
             self._end_relays()
@@ -461,7 +459,7 @@ class Receiver:
                 expected_digest=wanted,
             )
         try:
-            self._staged[staging] = self.holder.stage(after.with_digests().items(), request.cast, cancelled)
+            self._staged[staging] = self.holder.stage(after.with_digests().items(), cancelled)
         except BaseException:
             before.take_back(changes)
             self.kept = known
@@ -533,7 +531,6 @@ class Receiver:
             return kept.change(changes, link.digest, cancelled)
         digests: dict[str, str] = {}
         area, _, digest = self._received(
-            receive,
             delivery,
             cast=False,
             expected_digest=link.digest,

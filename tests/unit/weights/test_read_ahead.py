@@ -82,7 +82,7 @@ def test_a_version_is_staged_in_the_memory_of_the_one_before() -> None:
     lent = [("a", HostTensor(spec, memoryview(bytes(spec.nbytes))))]
 
     def staged() -> int:
-        ((_, tensor),) = host_copies(lent, {"a": spec}, frozenset(), False, lambda: False)
+        ((_, tensor),) = host_copies(lent, {"a": spec}, frozenset(), lambda: False)
         return int(tensor.data_ptr())
 
     assert staged() == staged()
@@ -158,6 +158,6 @@ def test_staged_weights_keep_what_they_own_and_copy_what_is_lent_or_askew() -> N
     for start, owned, kept in ((4, True, True), (4, False, False), (1, True, False)):
         place[:] = bytes(16)
         tensor = HostTensor(spec, place[start : start + 8], owned)
-        ((_, staged),) = host_copies([("a", tensor)], {"a": spec}, frozenset(), False, lambda: False)
+        ((_, staged),) = host_copies([("a", tensor)], {"a": spec}, frozenset(), lambda: False)
         place[:] = b"\x00\x00\x80\x3f" * 4
         assert torch.equal(staged, torch.ones(2)) == kept

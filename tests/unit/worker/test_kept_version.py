@@ -46,16 +46,16 @@ class Holder:
     def tied_tensors(self) -> Mapping[str, str]:
         return self.tied
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
-        return StagedTensors(dict(host_copies(tensors, self.wanted, self.tied, cast, cancelled)))
+    def stage(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> StagedTensors:
+        return StagedTensors(dict(host_copies(tensors, self.wanted, self.tied, cancelled)))
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
-        self.stage(tensors, cast, cancelled)
+    def overwrite(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> None:
+        self.stage(tensors, cancelled)
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         raise NotImplementedError
 
-    def stage_adapter(self, config: Any, tensors: TensorStream, cast: bool, cancelled: Any) -> Staged:
+    def stage_adapter(self, config: Any, tensors: TensorStream, cancelled: Any) -> Staged:
         raise NotImplementedError
 
 

@@ -72,15 +72,11 @@ def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
                 timeout=PATTERNS_S,
                 check=True,
             )
-        except subprocess.TimeoutExpired:
+        except subprocess.SubprocessError as error:
+            is_slow = isinstance(error, subprocess.TimeoutExpired)
+            what = f"takes more than {PATTERNS_S:g} s" if is_slow else "ends the process which tries it"
             raise refuse_key(
                 setting,
-                f"has a regular expression that takes more than {PATTERNS_S:g} s: {unsure[0][:100]!r}",
-                "use a simpler one, or list the names of the modules",
-            ) from None
-        except subprocess.CalledProcessError as error:
-            raise refuse_key(
-                setting,
-                f"has a regular expression that ends the process which tries it: {unsure[0][:100]!r}",
+                f"has a regular expression that {what}: {unsure[0][:100]!r}",
                 "use a simpler one, or list the names of the modules",
             ) from error

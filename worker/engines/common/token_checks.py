@@ -69,7 +69,7 @@ def check_tops(request: GenerateRequest, most: int) -> None:
 def no_cut_rows(*outside: str) -> dict[str, str]:
     """The part of `EngineInfo.lacks` of an engine that reports routed experts only for a request that it ends itself.
     `outside`: the fields by which, set together, the adapter ends the request."""
-    reason = f"this engine tells no routed experts where {' with '.join(outside)} ends a choice"
+    reason = f"this engine reports no routed experts where {' with '.join(outside)} ends a choice"
     return {f"generate:{TOGETHER.join((*outside, 'routed_experts'))}": reason}
 
 
