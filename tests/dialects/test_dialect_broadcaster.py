@@ -117,7 +117,7 @@ def _broadcast(group: str, directory: Path, label: str) -> tuple[dict[str, Any],
     return body, {"group": group, "directory": str(directory), "part": part}
 
 
-async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Plane) -> None:
+async def test_prime_rls_update_waits_for_another_callers_change(plane: Plane) -> None:
     """prime-rl's update waits for the other caller. Its client does not repeat after a 409, so a failed update must
     leave nothing behind."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):

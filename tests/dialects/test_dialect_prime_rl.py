@@ -49,7 +49,7 @@ async def test_the_orchestrators_day(plane: Plane, http: httpx.AsyncClient, base
 
 
 @pytest.mark.parametrize("base", ["", "/v1/rl"])
-async def test_who_is_there_before_its_fleet_waits_for_it(plane: Plane, base: str) -> None:
+async def test_prime_rl_waits_for_a_fleet_that_starts_later(plane: Plane, base: str) -> None:
     """The orchestrator asks for `/health` each second, then once for its model. Beneath `/v1/rl`, `/health` is the
     frontend's own."""
     async with facade(plane) as http:

@@ -471,7 +471,7 @@ async def test_requests_are_aborted_if_any_call_of_an_update_says_so(plane: Plan
             assert fine(await http.get("/v1/rl/state"))["sequence"] == seed
 
 
-async def test_memory_is_released_by_all_or_by_nobody(plane: Plane) -> None:
+async def test_sglangs_call_releases_the_memory_of_all_workers_or_of_none(plane: Plane) -> None:
     plane.spawn()
     one = plane.spawn(patch=WITHOUT_A_SAVER)
     async with facade(plane) as http:
@@ -502,7 +502,7 @@ async def test_a_flush_that_was_not_done_is_a_400(plane: Plane) -> None:
         assert fine(await http.get("/flush_cache"))["success"] is True
 
 
-async def test_an_update_that_fails_at_its_end_leaves_nobody_paused(plane: Plane) -> None:
+async def test_an_update_that_fails_at_its_end_leaves_no_worker_paused(plane: Plane) -> None:
     """`continue_generation` commits. If it fails, nothing of the update is left and the fleet continues as before. If
     it has not begun, the update remains, and the error says for how long the fleet stays paused."""
     plane.spawn_copies(2)

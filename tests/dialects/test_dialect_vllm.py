@@ -72,7 +72,7 @@ async def test_what_clients_ask_before_they_begin(plane: Plane, http: httpx.Asyn
     assert isinstance(fine(await http.get("/server_info?config_format=text"))["vllm_config"], str)
 
 
-async def test_pause_ends_running_requests_unless_told_otherwise(http: httpx.AsyncClient) -> None:
+async def test_a_pause_ends_running_requests_unless_its_mode_is_keep(http: httpx.AsyncClient) -> None:
     begun = asyncio.Event()
     stream = asyncio.create_task(streaming(http, begun))
     await begun.wait()
@@ -227,7 +227,7 @@ async def test_a_sleep_that_only_paused_ends_where_no_memory_can_be_released(pla
         refused(await http.post("/wake_up?tags=dreams"), 400)
 
 
-async def test_asleep_an_update_needs_the_weights_and_nobody_is_served_before_all_is_awake(
+async def test_a_sleeping_engine_needs_its_weights_for_an_update_and_serves_once_all_is_awake(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
     """SkyRL sends weights so when its trainer has the same GPU. The KV cache comes last."""
@@ -421,7 +421,7 @@ async def test_a_finish_by_way_of_another_frontend_is_of_the_update_that_waits(
         assert await served(http) == [(True, "step_2")] * 3
 
 
-async def test_a_finish_that_finds_the_fleet_taken_waits_and_one_that_finds_it_gone_says_so(
+async def test_a_finish_waits_for_a_locked_fleet_and_reports_a_lost_fleet(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer is no 503, because a client would send the weights again. The finish waits longer than its trainer

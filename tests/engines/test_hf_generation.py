@@ -505,7 +505,7 @@ def test_bad_options_are_refused_before_anything_starts(
     assert caught.value.facts["field"] == field
 
 
-async def test_the_engine_tells_what_it_is(models: Models) -> None:
+async def test_the_hf_engine_describes_itself(models: Models) -> None:
     from worker.engines.hf.adapter import build
 
     engine = build(EngineOptions(models.tiny, dtype="bfloat16", device="cpu", extra={"num_blocks": "8"}))

@@ -110,7 +110,7 @@ def test_rows_that_went_ahead_take_nothing_of_their_tokens_with_them() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_another_worker_goes_on_where_the_rows_ended(ahead: int) -> None:
+def test_another_worker_continues_where_the_rows_ended(ahead: int) -> None:
     """`ahead`: rows of tokens that were lost with their worker."""
     progress, choice = (
         GenerationProgress(GenerateRequest(id="x", prompt_token_ids=[5, 6, 7], max_tokens=9)),
@@ -193,7 +193,9 @@ async def every_route(http: httpx.AsyncClient, model: Path, instance_id: str) ->
     assert "routed_experts" not in plain["choices"][0]
 
 
-async def test_hf_tells_them_on_every_route(plane: Plane, http: httpx.AsyncClient, model: Path) -> None:
+async def test_hf_returns_routed_experts_on_every_route(
+    plane: Plane, http: httpx.AsyncClient, model: Path
+) -> None:
     (worker,) = await spawned(plane, model, {"engine": "hf", "max_batch_tokens": 40})
     await every_route(http, model, worker.instance_id)
     chat = greedily(messages=[], stream=True)
@@ -240,7 +242,7 @@ async def test_a_killed_worker_costs_no_row(plane: Plane, http: httpx.AsyncClien
 
 @pytest.mark.engines("sglang")
 @pytest.mark.timeout(400)
-async def test_sglang_tells_the_same(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_sglang_returns_routed_experts_on_every_route(plane: Plane, http: httpx.AsyncClient) -> None:
     # To SGLang each layer of such a model has experts.
     model = make_moe_model(plane.tmp / "moe", dense=[])
     arguments = {"engine": "sglang", "context_length": 2048, "enable_return_routed_experts": "true"}

@@ -199,7 +199,7 @@ async def test_an_adapter_that_one_rank_does_not_remove(
 
 @pytest.mark.parametrize("busy", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_one_rank_hangs_and_goes_on(
+async def test_the_engine_continues_after_one_rank_hung(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, rank: int, busy: bool
 ) -> None:
     """The round trip is one of all ranks, also where none makes tokens. A stream is as it would have been without."""

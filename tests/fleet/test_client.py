@@ -65,7 +65,7 @@ async def test_one_worker_is_asked_strictly(plane: Plane) -> None:
     assert (await client.call(one.instance_id, "state")).status == "ok"
 
 
-async def test_each_of_a_fan_outs_rows_tells_of_its_own_worker(plane: Plane) -> None:
+async def test_each_row_of_a_fan_out_reports_its_own_worker(plane: Plane) -> None:
     fine, hung, dead = plane.spawn_many(3)
     client = await plane.client()
     hung.stop()
@@ -160,7 +160,7 @@ async def test_waiting_for_workers_has_a_bound(plane: Plane) -> None:
     assert len(await waiting) == 2
 
 
-async def test_watching_tells_every_change(plane: Plane) -> None:
+async def test_a_watch_yields_every_change(plane: Plane) -> None:
     client = await plane.client()
     changes = client.watch()
     first = asyncio.ensure_future(anext(changes))
@@ -324,7 +324,7 @@ async def test_a_wait_that_is_none_is_refused(plane: Plane, timeout_s: float) ->
         ("drain", {"timeout_s": -1}, "timeout_s"),
     ],
 )
-async def test_bad_input_is_refused_before_anybody_is_asked(
+async def test_the_client_refuses_bad_input_before_it_asks_a_worker(
     plane: Plane, op: str, body: dict[str, object] | None, field: str
 ) -> None:
     client = await plane.client()
@@ -334,7 +334,7 @@ async def test_bad_input_is_refused_before_anybody_is_asked(
     assert caught.value.facts["field"] == field
 
 
-async def test_a_missing_field_is_refused_before_anybody_is_asked(plane: Plane) -> None:
+async def test_the_client_refuses_a_missing_field_before_it_asks_a_worker(plane: Plane) -> None:
     client = await plane.client()
     await register(client)
     with pytest.raises(InvalidRequest) as caught:

@@ -31,7 +31,7 @@ async def kept(client: RlClient) -> set[str | None]:
     return {state["kept"] for state in (await states(client)).values()}
 
 
-async def test_versions_by_delta_and_those_that_come_later(plane: Plane) -> None:
+async def test_workers_apply_deltas_and_later_workers_fetch_the_chain(plane: Plane) -> None:
     models = [plane.model(seed) for seed in range(5)]
     client = await plane.client()
     doomed, other = (one.instance_id for one in plane.spawn_many(2))

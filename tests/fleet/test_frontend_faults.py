@@ -66,7 +66,7 @@ async def test_a_worker_that_dies_before_its_first_token_costs_nothing(
         assert {choice["instance_id"] for choice in reply["choices"]} == {"f" * 16}
 
 
-async def test_the_only_worker_may_come_back_as_a_new_process(plane: Plane) -> None:
+async def test_the_only_worker_may_return_as_a_new_process(plane: Plane) -> None:
     victim = plane.spawn(token_delay_s=60)
     client = await plane.client()
     async with frontend(plane, admission_wait_s=20) as http:
@@ -130,9 +130,7 @@ fake.FakeEngine.generate = dying
 """With the first token; not where tokens of another part are in the prompt."""
 
 
-async def test_an_engine_that_dies_is_told_as_a_worker_that_was_lost(
-    plane: Plane, http: httpx.AsyncClient
-) -> None:
+async def test_the_facade_reports_a_dead_engine_as_a_lost_worker(plane: Plane, http: httpx.AsyncClient) -> None:
     worker = plane.spawn(patch=DIES)
     body = {"prompt_token_ids": PROMPT, "max_tokens": 4, "return_token_ids": True}
     whole = await http.post("/v1/completions", json=body)

@@ -343,7 +343,7 @@ async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
         assert (error["field"], bool(error["fix"])) == (field, True)
 
 
-async def test_what_a_worker_refuses_is_told_by_the_callers_name(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_workers_refusal_names_the_field_of_the_caller(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn()
     await update(plane, 1)
     refused: list[tuple[str, dict[str, Any], str]] = [

@@ -28,7 +28,7 @@ async def running(client: RlClient) -> dict[str, Any] | None:
     return found
 
 
-async def test_an_update_whose_bytes_stand_still_tells_who_asked_and_what_it_waits_for(
+async def test_a_stalled_update_shows_its_caller_and_what_it_waits_for(
     plane: Plane, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rl_plane.commit.journal")

@@ -379,7 +379,7 @@ async def _beside(client: RlClient, *stages: Spawned) -> bool:
     return stages[-1].instance_id in there and there <= {stage.instance_id for stage in stages}
 
 
-async def test_a_killed_stage_leaves_and_one_that_is_told_to_end_too(plain_plane: Plane) -> None:
+async def test_a_killed_stage_leaves_and_a_terminated_stage_leaves_too(plain_plane: Plane) -> None:
     """The server announces no death. The plane checks stages like engines."""
     plane = plain_plane
     client = await plane.client()

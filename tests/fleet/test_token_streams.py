@@ -390,7 +390,7 @@ async def test_a_reader_who_waits_for_the_end_gets_what_was_made_meanwhile_at_on
     assert batches == [[0], list(range(1, MESSAGES))], "the end of the source ends the wait"
 
 
-async def test_gathered_items_come_after_their_time_also_if_the_source_goes_on(
+async def test_gathered_items_come_after_their_time_also_if_the_source_continues(
     engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop],
 ) -> None:
     async def source() -> AsyncGenerator[int, None]:

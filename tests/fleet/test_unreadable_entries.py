@@ -109,7 +109,7 @@ def check_logs(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
     assert logged
 
 
-async def test_a_fleet_that_serves_goes_on_and_processes_that_start_come_up(
+async def test_a_serving_fleet_continues_and_new_processes_start(
     plane: Plane, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)

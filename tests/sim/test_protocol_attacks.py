@@ -244,7 +244,7 @@ def test_a_decision_that_arrives_after_the_workers_gave_up_is_refused(pushed: bo
     assert outcome(world, "next") == "ok"
 
 
-def test_a_decision_that_arrives_after_it_was_told_as_failed_is_refused() -> None:
+def test_a_decision_that_arrives_after_it_was_reported_as_failed_is_refused() -> None:
     """Its answer did not come in time, and the update has ended."""
 
     async def attack(world: World) -> None:
@@ -269,7 +269,7 @@ def test_a_decision_that_arrives_after_it_was_told_as_failed_is_refused() -> Non
     assert labels(live(attack)) == ["initial", "good"]
 
 
-def test_who_asks_for_an_update_again_does_not_lose_it_with_the_coordinator_before() -> None:
+def test_a_repeated_update_survives_the_death_of_its_first_coordinator() -> None:
     """A worker has just barred the dead coordinator, and is about to drop what that one has staged, when the next one
     asks it to prepare the same update."""
     asked: list[str] = []
@@ -383,7 +383,7 @@ def test_a_decision_that_comes_while_a_worker_is_about_to_give_up_keeps_what_is_
 
 @pytest.mark.parametrize("first", ["workers", "a coordinator that has heard of it", "a coordinator that has not"])
 @pytest.mark.parametrize("pushed", [False, True])
-def test_what_is_told_of_a_decision_that_the_store_has_lost_stays_true(first: str, pushed: bool) -> None:
+def test_the_report_of_a_decision_that_the_store_has_lost_stays_true(first: str, pushed: bool) -> None:
     """The decision is written and the workers hear of it; then the server dies, and its store loses that write. The
     coordinator is connected again before the workers, or after them."""
 

@@ -73,7 +73,7 @@ class Scene(deaths.Scene):
 
 
 @pytest.mark.parametrize("why", ["it is full", ""])
-def test_a_lifeline_tells_who_has_died_or_why_it_gave_up(why: str) -> None:
+def test_a_lifeline_names_the_dead_peer_or_the_reason_of_its_end(why: str) -> None:
     trainer = PeerLiveness.of_trainer("127.0.0.1")
     place = Place("gloo", "g", "127.0.0.1", 1, world_size=3, rank=1)
     place = replace(place, lifeline_port=trainer.port, secret=trainer.secret)

@@ -158,7 +158,9 @@ async def bench(make_plane: Callable[[], Plane]) -> AsyncIterator[Bench]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-async def test_who_is_lost_in_the_middle(case: Case, bench: Bench) -> None:
+async def test_the_fleet_serves_on_after_a_process_died_in_the_middle_of_an_update(
+    case: Case, bench: Bench
+) -> None:
     client = bench.client
     trainer, model = bench.publish(case)
     child = None

@@ -142,7 +142,7 @@ def _digest(seed: int) -> str | None:
 
 
 @needs_nixl
-def test_a_kept_version_stays_until_the_next_is_kept(sender: NixlSender, puller: NixlTransport) -> None:
+def test_a_kept_version_stays_until_the_sender_keeps_the_next(sender: NixlSender, puller: NixlTransport) -> None:
     def gone(transport: dict[str, Any]) -> None:
         with pytest.raises(InvalidRequest, match="source_gone"):
             pull(puller, transport)

@@ -19,7 +19,7 @@ from worker.engines.common.spans import Label
 BOUND_S = 30.0
 
 
-async def test_close_ends_the_inputs_that_are_computed_and_those_that_wait(
+async def test_close_ends_the_computed_and_the_waiting_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from worker.engines.hf.pooling_engine import HfPoolingEngine  # it imports transformers

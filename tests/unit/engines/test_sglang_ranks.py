@@ -200,7 +200,7 @@ async def test_the_error_of_any_stage_is_raised_with_the_rows_of_all(
         (ValueError("it is wrong"), EngineFailed, "engine_failed"),
     ],
 )
-def test_a_rank_that_refuses_updates_also_tells_sglang_and_keeps_its_cache(
+def test_a_rank_that_refuses_updates_reports_it_to_sglang_and_keeps_its_cache(
     tmp_path: Path, build: Callable[[], OneRank], op: str, error: Exception, kind: type[PlaneError], code: str
 ) -> None:
     rank = build()

@@ -73,14 +73,14 @@ def test_a_streamed_text_stops_where_the_whole_text_would() -> None:
         (["é"], ["a", "éb"], ["a", ""]),
     ],
 )
-def test_text_that_may_begin_a_stop_string_is_held_back(
+def test_a_reply_withholds_text_that_may_begin_a_stop_string(
     stops: list[str], tokens: list[str], told: list[str]
 ) -> None:
     text = ReplyText(Letters(tokens), GenerateRequest(id="x", prompt_token_ids=[1], stop=stops), [1])
     assert [text.add([one], last=one == len(tokens) - 1).text for one in range(len(tokens))] == told
 
 
-def test_an_end_without_a_token_tells_the_rest() -> None:
+def test_an_end_without_a_token_releases_the_rest() -> None:
     text = ReplyText(Letters(["a", "x"]), GenerateRequest(id="x", prompt_token_ids=[1], stop=["xy"]), [1])
     assert text.add([0, 1], last=False).text == "a"
     end = text.add([], last=True)

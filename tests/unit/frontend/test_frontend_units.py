@@ -93,7 +93,7 @@ def test_an_error_has_its_rows_where_a_reply_has_them() -> None:
 
 
 @pytest.mark.parametrize(("wait_s", "header"), [(None, "1"), (0.2, "1"), (1.0, "1"), (2.1, "3")])
-def test_a_503_says_when_to_come_back(wait_s: float | None, header: str) -> None:
+def test_a_503_says_when_to_try_again(wait_s: float | None, header: str) -> None:
     response = error_response(Unavailable("not now", retry_after_s=wait_s), 0.0)
     assert (response.status_code, response.headers["retry-after"]) == (503, header)
     assert response.headers["content-length"] == str(len(response.body))

@@ -96,13 +96,13 @@ def test_tokens_beside_logprobs_have_their_texts() -> None:
     assert (second["token"], second["bytes"]) == ("token_id:3", None)
 
 
-def test_several_versions_are_never_told_as_one() -> None:
+def test_a_reply_never_shows_several_versions_as_one() -> None:
     choice = _choice()
     choice.spans = [_span(1, 0, 1), _span(2, 1, 3)]
     assert whole(completion(), [choice], "m", 5)["nvext"]["weight_version"] is None
 
 
-def test_an_adapter_is_told_beside_the_base() -> None:
+def test_a_reply_names_the_adapter_beside_the_base() -> None:
     adapter = AdapterSpan(name="a", version="lora_2", sequence=2, digest="blake3:a")
     choice = _choice()
     choice.spans = [_span(1, 0, 3, adapter=adapter)]

@@ -94,7 +94,7 @@ def kinds(root: type[PlaneError]) -> Iterator[type[PlaneError]]:
 
 @pytest.mark.parametrize("form", ["json", "msgpack"])
 @pytest.mark.parametrize("kind", list(kinds(PlaneError)), ids=lambda kind: kind.__name__)
-def test_an_error_comes_back_as_it_went(kind: type[PlaneError], form: Any) -> None:
+def test_an_error_survives_the_wire(kind: type[PlaneError], form: Any) -> None:
     error = kind("what happened", field="a.b", fix="do this", before_epoch=3, nothing=None, workers=[{"x": 1}])
     reply = Reply("state", "id", "error", error=error, instance_id="a", incarnation="b")
     back = error_from_wire(decode(encode(reply.to_wire(), form))["error"])
@@ -109,7 +109,7 @@ def test_codes_are_each_their_own() -> None:
     assert len(codes) == len(set(codes))
 
 
-def test_an_unknown_code_is_kept() -> None:
+def test_an_error_preserves_an_unknown_code() -> None:
     error = error_from_wire({"code": "from_the_future", "message": "m", "x": 1})
     assert type(error) is PlaneError
     assert error.facts == {"unknown_code": "from_the_future", "x": 1}
@@ -138,14 +138,14 @@ REQUEST = Request(
 
 @pytest.mark.parametrize("form", ["json", "msgpack"])
 @pytest.mark.parametrize("request_", [REQUEST, Request("state"), Request("state", targets=())])
-def test_a_request_comes_back_as_it_went(request_: Request, form: Any) -> None:
+def test_a_request_survives_the_wire(request_: Request, form: Any) -> None:
     data = encode(request_.to_wire(), form)
     assert format_of(data) == form
     assert request_from_wire(decode(data)) == request_
 
 
 @pytest.mark.parametrize("form", ["json", "msgpack"])
-def test_a_reply_comes_back_as_it_went(form: Any) -> None:
+def test_a_reply_survives_the_wire(form: Any) -> None:
     reply = Reply("state", "id", "ok", {"a": 1}, None, "i", "inc", [{"rank": 0}], 0.5)
     wire = decode(encode(reply.to_wire(), form))
     assert wire.pop("v") == PROTOCOL_VERSION
@@ -403,7 +403,7 @@ def test_bad_instance_ids(value: str) -> None:
 # ---- versions ----
 
 
-def test_a_version_comes_back_as_it_went() -> None:
+def test_a_version_survives_the_wire() -> None:
     version = WeightVersion("r", 3, "step_3", "blake3:" + "0" * 64)
     assert WeightVersion.from_wire(json.loads(json.dumps(version.to_wire()))) == version
     assert WeightVersion.from_wire(msgpack.unpackb(msgpack.packb(version.to_wire()))) == version

@@ -141,7 +141,9 @@ def test_a_receiver_that_dies_is_counted_for(cuda: HostCuda, pool: ThreadPoolExe
     assert cuda.calls[-2:] == ["collect", "empty"]
 
 
-def test_memory_is_freed_when_those_who_read_it_have_given_it_up(cuda: HostCuda, pool: ThreadPoolExecutor) -> None:
+def test_the_sender_frees_memory_after_its_readers_have_released_it(
+    cuda: HostCuda, pool: ThreadPoolExecutor
+) -> None:
     """CUDA needs this order, also for an update that ends early."""
     with sender_of(cuda, 1) as (sender, transport):
         delivery = IpcTransport(TransportContext(device="cuda:0"), cuda).open(transport, "base")

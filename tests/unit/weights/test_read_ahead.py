@@ -125,7 +125,7 @@ def test_what_is_raised_there_is_raised_here() -> None:
     assert not threads()
 
 
-def test_who_stops_early_leaves_no_thread() -> None:
+def test_a_reader_that_stops_early_leaves_no_thread() -> None:
     ended = threading.Event()
 
     def items() -> Iterator[int]:

@@ -163,7 +163,7 @@ def test_a_prepared_worker_waits_for_its_commit_and_then_swaps_by_itself() -> No
     assert core.next(10.0 + COMMIT_GRACE_S) == Swap("u1", None, R1.version, "keep")
 
 
-def test_kv_is_kept_by_a_worker_that_has_prepared_the_update_and_by_no_other() -> None:
+def test_only_a_worker_that_prepared_the_update_keeps_kv() -> None:
     """A worker that heals may have missed an update whose policy forbids older KV."""
     keeping = replace(R1, kv="keep")
     core = serving()
