@@ -20,7 +20,7 @@ from rl_plane.protocol.subjects import LOCK, RECORD
 from tests.sim import product
 from tests.sim.calls import call
 from tests.sim.checks import CallRecord
-from tests.sim.run import _simulated, adapters, deltas, models
+from tests.sim.run import adapters, deltas, models, simulated
 from tests.sim.sessions import CANARY, PHASES
 from tests.sim.world import Coordinator, World
 from worker.receive.staging import model_digest
@@ -40,7 +40,7 @@ BOUND_S = 30.0
 def live(life: Callable[[World], Coroutine[Any, Any, None]], seed: int = 1, workers: int = 2) -> World:
     """A fleet lives through the attack, and must be whole at the end."""
     models(), adapters(), deltas()  # written outside of the run
-    with _simulated(seed) as (loop, rng):
+    with simulated(seed) as (loop, rng):
         world = World(loop, rng, models(), adapters(), deltas(), tensors=[])
         try:
             loop.run_until_complete(_life(world, life, workers))

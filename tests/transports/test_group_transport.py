@@ -44,7 +44,7 @@ from tests.support.faults import Stream
 from tests.support.fleet_updates import all_serve, states
 from tests.support.frontend_here import started
 from tests.support.frontend_process import frontend
-from tests.support.group_pushes import BUCKET, Pushing, _send_all
+from tests.support.group_pushes import BUCKET, Pushing, send_all
 from tests.support.group_trainer import Trainer
 from tests.support.hf_fleet import ENDLESS, PROMPT, Witnesses, chain, proven
 from tests.support.plain_client import plain_client
@@ -203,7 +203,7 @@ async def test_by_http_and_op_by_op(plane: Plane) -> None:
             assert (prepared["status"], prepared["ready"], prepared["digest"]) == ("ok", True, None)
             (entry, *_) = (await client.run("updates"))["updates"]
             assert entry["outcome"] == "prepared"
-            await _send_all(trainer)
+            await send_all(trainer)
             done = (await rl.post("complete_weights_update", json={"num_buckets": 5})).json()
             assert (done["status"], done["num_buckets_received"]) == ("ok", 5)
         assert await all_serve(client, "two")
@@ -214,7 +214,7 @@ async def test_by_http_and_op_by_op(plane: Plane) -> None:
             for one in ids:
                 row = await client.call(one, "listen_update", asked, held=held)
                 assert row.body == {"listening": True}
-            await _send_all(trainer)
+            await send_all(trainer)
             rows = [await client.call(one, "prepare_update", asked, held=held) for one in ids]
             assert [(row.body["tensors"], row.body["refetchable"]) for row in rows] == [(5, False)] * 2
             await client.call_all("abort_update", {"update_id": "u"}, held=held)
@@ -357,7 +357,7 @@ async def test_a_worker_hangs(plane: Plane) -> None:
         await trainer.do("send", 1)
         frozen.stop()
         with pytest.raises(PlaneError, match=r"too long|did not come|broke"):
-            await _send_all(trainer)
+            await send_all(trainer)
         await trainer.do("close")
         with pytest.raises(PlaneError):
             await client.run("complete_weights_update")
@@ -386,7 +386,7 @@ async def test_a_trainer_hangs(plane: Plane) -> None:
         await _is_as_before(client, ids, "initial")
         os.kill(trainer.process.pid, signal.SIGCONT)
         with pytest.raises(PlaneError):
-            await _send_all(trainer)
+            await send_all(trainer)
         await trainer.do("close")
         await pushing.push(other, "two")
     assert await all_serve(client, "two")
@@ -413,7 +413,7 @@ async def test_an_abort_ends_it_on_every_side(plane: Plane) -> None:
         await trainer.do("send", 1)
         await client.run("abort_weights_update", {"update_id": prepared["update_id"]})
         with pytest.raises(Unavailable, match=r"gave up|did not take the whole update"):
-            await _send_all(trainer)
+            await send_all(trainer)
         await trainer.do("close")
         await _is_as_before(client, ids, "initial")
         await pushing.push(other, "two")
@@ -600,7 +600,7 @@ async def test_what_is_refused(plane: Plane) -> None:
         await refused("prepare_weights_update", {"transport": transport}, None, Locked)
         await refused("complete_weights_update", {"num_buckets": 1}, "num_buckets")
         await refused("complete_weights_update", {"digest": "blake3:0"}, "digest")
-        await _send_all(trainer)
+        await send_all(trainer)
         with pytest.raises(UpdateAborted, match="the caller stated"):
             await client.run("complete_weights_update", {"digest": "blake3:" + "0" * 64, **_id(prepared)})
         await _is_as_before(client, ids, "initial")
@@ -626,7 +626,7 @@ async def test_other_bytes_than_were_stated_are_found(plane: Plane) -> None:
         transport["manifest"]["tensor_digests"] = {**digests, first: "0" * 32}
         await client.run("prepare_weights_update", {"transport": transport, "fingerprint": fingerprint})
         with pytest.raises(Unavailable, match="did not take the whole update"):
-            await _send_all(trainer)
+            await send_all(trainer)
         await trainer.do("close")
         with pytest.raises(InvalidWeights, match="its publisher stated"):
             await client.run("complete_weights_update")
