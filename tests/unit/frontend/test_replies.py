@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from frontend.completions.openai_replies import Chunks, whole
+from frontend.completions.openai_replies import Chunks, openai_error, whole
 from frontend.completions.reply_choice import Choice
 from frontend.routing.attempts import Accepted
+from rl_plane.errors import InvalidRequest, PlaneError
 from rl_plane.protocol.generation import (
     AdapterSpan,
     GenerateDelta,
@@ -145,3 +146,16 @@ def test_chat_chunks_begin_with_the_role_and_end_with_the_versions() -> None:
     assert last["choices"][0]["delta"] == {"content": ""}
     assert last["choices"][0]["weight_versions"] == [_span(1, 0, 3).model_dump(exclude_none=True)]
     assert "prompt_token_ids" not in last
+
+
+def test_openai_clients_find_their_keys() -> None:
+    error = openai_error(InvalidRequest("wrong", field="n", fix="less"), 0.0)["error"]
+    assert error == {
+        "code": "invalid_request",
+        "message": "wrong",
+        "field": "n",
+        "fix": "less",
+        "type": "invalid_request_error",
+        "param": "n",
+    }
+    assert openai_error(PlaneError("broke"), 0.0)["error"]["type"] == "server_error"
