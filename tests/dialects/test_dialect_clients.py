@@ -144,7 +144,7 @@ async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: Comma
             await proven(http, ids, 2, "step_7")
             with pytest.raises(EngineFailed, match="409"):
                 await trainer.do("part", [0, 1])
-            # Another trainer takes over from one that died after its start.
+            # Another trainer takes over after the first trainer died.
             await trainer.do("call", ["start_weight_update"])
             await form(plane, trainer, 2)
             await learn(plane, trainer, 3)

@@ -365,8 +365,8 @@ def _closed(statuses: StatusLog) -> list[str]:
 
 
 async def test_the_cycle_of_trainers_on_the_same_gpu(plane: Plane) -> None:
-    """verl's order, slime's, and verl's for adapters: memory goes after the rollout, the weights come back, then the
-    new ones, and last the KV cache."""
+    """verl's order, slime's, and verl's for adapters: memory goes after the rollout, the trainer resumes the memory
+    of the weights, then sends new ones, and last the KV cache."""
     ids = plane.spawn_copies(2)
     adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model())
     async with facade(plane) as http:

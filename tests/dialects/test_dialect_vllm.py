@@ -148,7 +148,7 @@ async def test_caches_checks_and_sleep(http: httpx.AsyncClient) -> None:
     assert fine(await http.post("/weight_checker", json=other)) == {"match": False, "mismatches": [one]}
     refused(await http.post("/weight_checker", json={"action": "compare"}), 400)
     refused(await http.post("/weight_checker", json={"action": "guess"}), 400)
-    # Asleep, nobody serves; the weights are not trusted when they are back.
+    # Sleeping engines serve nothing; their weights are not trusted when they wake up.
     assert fine(await http.post("/sleep?level=1")) == {"status": "sleeping", "level": 1}
     assert fine(await http.get("/is_sleeping")) == {"is_sleeping": True}
     assert not any(admitted for admitted, _ in await served(http))
@@ -260,7 +260,7 @@ async def test_a_second_start_of_an_update_is_refused(plane: Plane, http: httpx.
     refused(await http.post("/start_weight_update"), 409)
     fine(await http.post("/finish_weight_update", json={"weight_version": "step_1"}))
     assert await served(http) == [(True, "step_1")] * 3
-    # One that failed is over, and so is one that was aborted by other means.
+    # A failed update is over, and so is an update that another caller aborted.
     fine(await http.post("/start_weight_update"))
     refused(await http.post("/update_weights", json={"update_info": {"weight_dir": "/nowhere"}}), 400)
     error = refused(await http.post("/update_weight_version", json={"new_version": "step_2"}), 409)
@@ -413,7 +413,7 @@ async def test_a_finish_by_way_of_another_frontend_is_of_the_update_that_waits(
             assert fine(await finish(at, label))["version"] == done["version"]
         for at in (other, http):
             assert refused(await finish(at, "step_3"), 409)["field"] == "weight_version"
-        # One that is not there any more is not answered by the one before it.
+        # A call about an update that has gone does not get the answer of the update before it.
         await begin(http, 1)
         fine(await http.post("/v1/rl/abort_weights_update", json={}))
         for at in (other, http):
@@ -528,7 +528,7 @@ async def test_versions_that_differ_are_an_error_that_names_them(plane: Plane, h
     assert fine(await http.get("/get_world_size")) == {"world_size": 4}
     hung.stop()
     try:
-        # Side by side, as the fleet forgets a worker that is silent for long. Nor is a version told for it.
+        # Side by side, as the fleet forgets a worker that is silent for long. The reply has no version for it.
         paths = ("/get_world_size", "/weight_info", "/get_weight_version", "/model_info")
         for answer in await asyncio.gather(*(http.get(path) for path in paths)):
             error = refused(answer, 503)

@@ -341,7 +341,7 @@ async def test_equal_calls_under_way_share_one_answer(routes: SharedRoutes) -> N
         await started_.acquire()
         gone = asyncio.create_task(http.post("/slow", json={"a": 1}))
         await asyncio.sleep(0)
-        gone.cancel()  # its caller goes; the call goes on
+        gone.cancel()  # its caller disconnects; the call continues
         again = asyncio.create_task(http.post("/slow", json={"a": 1}))
         other = asyncio.create_task(http.post("/slow", json={"a": 2}))
         await started_.acquire()
@@ -381,7 +381,7 @@ async def test_a_repeated_part_runs_once_in_its_update(routes: SharedRoutes) -> 
         assert len(runs) == 5, "what failed is done again"
         update[0] = "two"
         assert [await told(a=1), await told(a=1)] == [6, 6]
-        await http.post("/other")  # somebody else's, it may be
+        await http.post("/other")  # it may belong to another caller
         assert await told(a=1) == 6
         update[0] = None  # its update has ended with it: the next one may have the same body
         assert [await told(a=1), await told(a=1)] == [7, 8]
@@ -394,7 +394,7 @@ async def test_a_repeated_part_runs_once_in_its_update(routes: SharedRoutes) -> 
             assert error["field"] == "Idempotency-Key"
 
 
-# ---- the version that is told ----
+# ---- the version that a route reports ----
 
 
 class Rows:

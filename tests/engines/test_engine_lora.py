@@ -75,7 +75,7 @@ async def test_adapters_load_swap_and_unload(kind: Kind, engine: OffersMemory, m
     if kind.places == len(loaded):
         with pytest.raises(InvalidRequest, match="no place"):
             await load_adapter(engine, "z", models.adapters[1])
-    # New base weights keep the adapters, also those that are written in place.
+    # New base weights keep the adapters, also if an update writes them in place.
     await update(engine, models.tiny[2], 4)
     result = await says("x")
     assert is_of(result, models.tiny[2], models.adapters[2])

@@ -366,7 +366,7 @@ async def test_running_requests_keep_their_kv_where_the_update_says_so(
     kept = logprobs_over_kv([models.tiny[1], models.tiny[2]], [[*prompt, *before], later])
     anew, _ = logprobs_of(models.tiny[2], [*prompt, *before], later)
     assert made == pytest.approx(kept, abs=LOGPROBS)
-    assert made != pytest.approx(anew, abs=LOGPROBS), "the test can tell kept KV from new KV"
+    assert made != pytest.approx(anew, abs=LOGPROBS), "the test can distinguish kept KV from new KV"
 
 
 async def test_kept_kv_has_the_label_of_its_oldest_weights_until_it_is_computed_again(

@@ -230,7 +230,7 @@ async def test_waits_and_other_pauses(start: Start, models: Models) -> None:
     await one.reach(1)
     await engine.pause("keep", clear_cache=False)
     held = Run(engine, ask([8]))
-    # From `keep`, a wait lets the frozen ones go on; cancelled, it leaves them frozen again.
+    # From `keep`, a wait continues the frozen requests; if it is cancelled, they freeze again.
     waiting = asyncio.create_task(engine.pause("wait", clear_cache=False))
     await one.reach(len(one.result.tokens) + 20)
     waiting.cancel()

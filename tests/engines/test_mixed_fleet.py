@@ -1,4 +1,4 @@
-"""One fleet of `hf`, `vllm` and `sglang` workers: a trainer can't tell them apart, and all serve what is committed."""
+"""One fleet of `hf`, `vllm` and `sglang` workers: a trainer can't distinguish them, and all serve what is committed."""
 
 from __future__ import annotations
 
@@ -470,7 +470,7 @@ async def test_a_caller_that_leaves_ends_its_request_in_each_engine(
 async def test_the_load_that_engines_count_themselves(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
-    """vLLM and SGLang tell the use of their KV cache. `hf` does not, and then there is no number."""
+    """vLLM and SGLang report the use of their KV cache. `hf` does not, and then there is no number."""
     rooms = {name: (await client.call(key, "describe")).body["kv_tokens"] for name, key in mixed.ids.items()}
     assert rooms["hf"] is None
     assert min(rooms["vllm"], rooms["sglang"]) > 1000
@@ -512,7 +512,7 @@ async def test_prompt_logprobs_are_the_references(mixed: Mixed, client: RlClient
         name: await asyncio.to_thread(prompt_logprobs, base, prompt, path)
         for name, path in ((None, None), ("scored", adapter))
     }
-    # What is compared must tell the two apart.
+    # The compared values must differ between the two.
     assert max(abs(one - other) for one, other in zip(*truth.values(), strict=True)) > 4 * LOGPROB
     for engine, instance_id in mixed.ids.items():
         for name in truth:

@@ -1,5 +1,5 @@
 """The form of a text (`structured_output`) in real vLLM and real SGLang on a CPU: the text has it, its logprobs are of
-the model's own logits, and a text that another worker has begun goes on in its form."""
+the model's own logits, and a text that another worker has begun continues in its form."""
 
 from __future__ import annotations
 

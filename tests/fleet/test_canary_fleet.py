@@ -23,7 +23,7 @@ from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.canary import default_canary
 from rl_plane.protocol.subjects import CANARY_HISTORY
-from tests.support.dying_coordinator import _Dies, ends_at
+from tests.support.dying_coordinator import CoordinatorDies, ends_at
 from tests.support.faults import Faulty, StatusLog, Stream, spawn_faulty
 from tests.support.frontend_process import PROMPT, tokens_under
 from tests.support.streaming_client import Streaming, http, ready
@@ -278,8 +278,8 @@ async def test_the_roll_back_of_a_dead_coordinator_is_in_the_history(
         plane.model(2), "two", canary={"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
     )
     with monkeypatch.context() as patch:
-        ends_at(patch, "commit", _Dies())
-        with pytest.raises(_Dies):
+        ends_at(patch, "commit", CoordinatorDies())
+        with pytest.raises(CoordinatorDies):
             await fleet.run("update_weights", wrong, request_id="bad")
     await fleet.updates.finish()
     before: list[Row] = [
@@ -307,8 +307,8 @@ async def test_scores_reach_the_next_coordinator_while_failed_weights_are_fetche
     shutil.copytree(plane.model(2), directory)
     wrong = update_of(directory, "two", canary={"sequences": SEQUENCES, "expected": scores_of(plane.model(3))})
     with monkeypatch.context() as patch:
-        ends_at(patch, "decide", _Dies(), after=1)  # before it can bring the version before back
-        with pytest.raises(_Dies):
+        ends_at(patch, "decide", CoordinatorDies(), after=1)  # before it can bring the version before back
+        with pytest.raises(CoordinatorDies):
             await fleet.run("update_weights", wrong)
     shutil.rmtree(directory)  # so it is fetched for as long as the test takes
 

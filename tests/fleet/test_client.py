@@ -423,7 +423,7 @@ async def publishing(
     publishers = [asyncio.create_task(bus.nc.publish("nobody", payload)) for _ in range(count)]
     try:
         async with asyncio.timeout(HUNG_BOUND_S):
-            while not unsent(bus):  # noqa: ASYNC110 - no event tells of it
+            while not unsent(bus):  # noqa: ASYNC110 - it causes no event
                 await asyncio.sleep(0.01)
         yield publishers
     finally:
@@ -478,7 +478,7 @@ async def test_no_request_waits_longer_for_a_node_that_hangs_with_bytes_unsent(n
         assert not last.done()
         last.cancel()
         await asyncio.wait([last])
-        assert last.cancelled(), "who is told to end does"
+        assert last.cancelled(), "a worker that gets SIGTERM does"
         with pytest.raises(BusUnreachable):
             await bus.get(members, "any")
         await asyncio.gather(*publishers, return_exceptions=True)

@@ -1,4 +1,5 @@
-"""A trainer that shares the GPU: memory goes, the weights come back, an update, and only then the KV cache."""
+"""A trainer that shares the GPU: it releases memory, resumes the weights, updates them, and resumes
+the KV cache last."""
 
 from __future__ import annotations
 
@@ -258,7 +259,7 @@ def test_what_memory_is_wanted() -> None:
     assert (one.of("a"), one.of("b")) == (frozenset({"kv_cache"}), both.released)
     assert DesiredMemory.decode(one.encode()) == one
     rest = one.after("resume_memory", ["weights"], None)
-    assert rest == DesiredMemory(frozenset({"kv_cache"})), "who is as all are is not told apart"
+    assert rest == DesiredMemory(frozenset({"kv_cache"})), "a worker like all others has no entry"
     assert one.after("resume_memory", ["weights", "kv_cache"], None) == none
     assert not none.after("release_memory", ["kv_cache"], ["a"]).of("b")
 

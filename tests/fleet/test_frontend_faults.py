@@ -58,7 +58,7 @@ async def test_a_worker_that_dies_before_its_first_token_costs_nothing(
     client = await plane.client()
     await client.wait_for(2)
 
-    # Equally loaded, the one that had no turn yet is the victim.
+    # Of equally loaded workers, the victim is the worker that had no turn yet.
     tasks = [asyncio.create_task(ask(http, max_tokens=3, n=2)) for _ in range(2)]
     await until_running(plane, client, victim.instance_id, 2)
     victim.kill()
@@ -244,7 +244,7 @@ async def test_a_caller_that_leaves_ends_its_request(plane: Plane, http: httpx.A
     body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "n": 3}
     leaves = httpx.Timeout(30, read=0.3)
     async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        lines = response.aiter_lines()  # what nobody keeps is collected, and closes the response
+        lines = response.aiter_lines()  # an object without a reference is collected, and closes the response
         await next_event(lines)
         await until_running(plane, client, worker.instance_id, 3)
     await until_running(plane, client, worker.instance_id, 0)

@@ -1,4 +1,4 @@
-"""The frontend's serving lease: pure, and on a real NATS: listed, told, lost and found again."""
+"""The frontend's serving lease: pure, and on a real NATS: listed, informed, lost and found again."""
 
 from __future__ import annotations
 

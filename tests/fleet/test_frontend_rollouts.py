@@ -180,7 +180,7 @@ async def test_frontends_see_each_others_load(plane: Plane, http: httpx.AsyncCli
         await plane.until(spared)
 
 
-# ---- going on elsewhere ----
+# ---- another worker continues ----
 
 
 def continued_under(digest: str, parts: list[int]) -> list[int]:

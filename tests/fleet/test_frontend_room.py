@@ -113,7 +113,7 @@ async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_ha
     workers = [plane.spawn(max_model_len=length) for length in (16, 64)]
     await ready(plane, 2)
     (model,) = (await http.get("/v1/models")).json()["data"]
-    assert model["max_model_len"] == 16  # of which nobody is refused
+    assert model["max_model_len"] == 16  # of which no request is refused
     room = {None: 64, 0: 16, 1: 64}[pinned]
     size, more = room - 7, {}
     if pinned is not None:

@@ -19,7 +19,7 @@ __all__ = ["http"]
 
 
 class Stream:
-    """A stream of single tokens, read until `spans` has been told of a new version."""
+    """A stream of single tokens, read until `spans` names a new version."""
 
     def __init__(self, lines: AsyncIterator[str]) -> None:
         self._lines = lines

@@ -96,7 +96,7 @@ async def test_a_dead_holder_is_replaced_long_before_its_ttl(plane: Plane) -> No
     async with client.lock(view, wait_s=30) as held:
         assert held.fence > fence
         await client.bus.flush()
-        assert all(written), "to whoever is faster it never looks as if the dead one had given it back"
+        assert all(written), "the faster caller never believes that the dead holder has released it"
         assert written
 
 

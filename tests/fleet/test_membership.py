@@ -395,7 +395,7 @@ async def test_a_lost_store_never_lets_the_epoch_fall(own_nats: tuple[NatsServer
 async def test_workers_that_make_the_lost_store_anew_know_the_highest_epoch(
     own_nats: tuple[NatsServer, Plane],
 ) -> None:
-    """The views come back later than the workers, whose own records are older than the last epoch."""
+    """The views reconnect later than the workers, whose own records are older than the last epoch."""
     server, plane = own_nats
     faults = BusFaults()
     client = await plane.client(connect_bus=faults.connect)

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) go through the same transaction as the base weights; the tokens tell what made them."""
+"""Adapters (LoRA) go through the same transaction as the base weights; the tokens show which weights made them."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ async def test_an_adapter_that_is_lost_in_a_swap_that_a_deadline_ends_is_fetched
         client.run("update_weights", target("swap", "a", adapter(plane, 2), policy={"commit_timeout_s": 3}))
     )
     await plane.until((plane.tmp / "cut").exists)
-    shutil.rmtree(plane.tmp / "weights" / "adapter2")  # nobody can fetch it again
+    shutil.rmtree(plane.tmp / "weights" / "adapter2")  # no worker can fetch it again
     assert (await swapping)["excluded"] == [bad.instance_id]
     back = await load(client, adapter(plane, 1), "swap")
     await until_serving(plane, client, bad.instance_id, back["sequence"])

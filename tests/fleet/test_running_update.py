@@ -1,4 +1,4 @@
-"""The fleet tells of the update that runs, while its bytes stand still and between its trainer's calls, and ends it."""
+"""The fleet reports the running update, while its bytes stand still and between its trainer's calls, and ends it."""
 
 from __future__ import annotations
 

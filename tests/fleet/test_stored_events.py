@@ -1,4 +1,4 @@
-"""Events outlive the frontend that told them."""
+"""Events outlive the frontend that reported them."""
 
 from __future__ import annotations
 

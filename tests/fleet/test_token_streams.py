@@ -234,7 +234,7 @@ async def test_a_request_that_nats_does_not_take_is_no_engines_failure(
 async def test_a_reader_waits_for_a_token_so_long_and_no_longer(nats: NatsServer) -> None:
     async with both_ends(nats.url) as (receiver, subject, _):
         stream = await receiver.open(subject, "s", {"messages": 0}, silence_s=60.0)
-        stream.check_silence(time.monotonic() + 61.0)  # nobody waits yet
+        stream.check_silence(time.monotonic() + 61.0)  # no reader waits yet
         async with aclosing(stream.batches()) as batches:
             waiting = asyncio.ensure_future(anext(batches))
             await asyncio.sleep(0)

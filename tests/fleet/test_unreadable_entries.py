@@ -1,5 +1,4 @@
-"""Entries that can't be decoded, in every key of both buckets: a fleet that serves goes on serving, and processes that
-start come up."""
+"""Entries that can't be decoded, in every key of both buckets: a serving fleet continues, and new processes start."""
 
 from __future__ import annotations
 

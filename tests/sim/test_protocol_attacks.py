@@ -168,7 +168,7 @@ def at_seal(by: Coordinator, locked: Callable[[], Coroutine[Any, Any, None]] | N
     "arrives", ["between the lock and the seal", "after the seal", "after what it has staged is dropped"]
 )
 def test_a_decision_that_arrives_after_another_has_taken_the_lock(arrives: str, pushed: bool) -> None:
-    """The coordinator's connection breaks and comes back, so that others take it for dead; its decision is late."""
+    """The coordinator's connection breaks and is made again, so that others take it for dead; its decision is late."""
 
     async def attack(world: World) -> None:
         one, two = trainer(world), world.frontends()[0]
@@ -325,7 +325,7 @@ def test_a_worker_that_looks_for_the_coordinator_before_does_not_bar_the_next_on
 
         with mock.patch("worker.reconcile.coordinator_watch.read_session", meanwhile):
             await late.on_its_way.wait()
-            await asyncio.sleep(0.1)  # the worker goes on, and looks again after half a second
+            await asyncio.sleep(0.1)  # the worker continues, and looks again after half a second
             late.arrives.set()
             await late.arrived.wait()
         await until(lambda: labels(world)[-1] == "late")

@@ -316,7 +316,7 @@ def test_pickles_are_never_loaded(transport: FilesystemTransport, root: Path) ->
     for name in ("pytorch_model.bin", "x.pt"):
         (directory / name).touch()
         assert "never loaded" in refusal(transport, directory / name).facts["fix"]
-    single(directory)  # beside safetensors they disturb nobody
+    single(directory)  # beside safetensors they disturb no reader
     assert read(transport.open(request(directory), "base")) == {"a": A, "b": B}
 
 

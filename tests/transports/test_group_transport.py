@@ -161,7 +161,7 @@ async def test_a_mixed_world_and_a_joiner(plane: Plane) -> None:
             await client.run("prepare_weights_update", {"transport": transport})
         assert refused.value.facts["field"] == "transport.group"
         await trainer.do("close")
-        await pushing.push(model, "three")  # the late one lacked `two`, which nobody can fetch again
+        await pushing.push(model, "three")  # the late worker lacked `two`, which no worker can fetch again
         assert await all_serve(client, "three")
         assert {*ids, late.instance_id} == {*(await states(client))}
 
@@ -274,7 +274,7 @@ def test_nccl_is_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nccl" not in load_transports(TransportContext())
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     there = load_transports(TransportContext(), "cuda:1")["nccl"]
-    with pytest.raises(InvalidRequest, match="does not answer"):  # nobody listens
+    with pytest.raises(InvalidRequest, match="does not answer"):  # no process listens
         there.init(
             {"group": "g", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "rank_offset": 1}
         )
@@ -476,7 +476,8 @@ receiver.Place.of_worker = refusing()
 
 
 async def test_a_worker_that_refuses_a_group_lets_no_other_wait(plane: Plane) -> None:
-    """The refusal is told at once. The others have not come to the trainer's own store, so it can still be joined."""
+    """The refusal is reported at once. The other workers have not come to the trainer's own store, so they can still
+    join it."""
     client = await plane.client()
     model, other = models(plane)
     refusal = plane.tmp / "refuses"
@@ -560,7 +561,7 @@ async def test_what_is_refused(plane: Plane) -> None:
         fingerprint = await trainer.do("form")
         stored = await trainer.do("open", [str(other), BUCKET])
         transport = await trainer.do("open inline", [str(other), BUCKET])
-        # The group: counted before anybody joins, and joined only where a trainer listens.
+        # The group: counted before any rank joins, and joined only if a trainer listens.
         announced = {"backend": "gloo", "group": "g", "master_address": "127.0.0.1", "master_port": 1}
         await refused("init_transport", {**announced, "world_size": 7}, "world_size")
         await refused("init_transport", {**announced, "rank_offset": 1}, "rank_offset")

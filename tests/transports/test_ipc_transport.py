@@ -158,7 +158,7 @@ def test_without_digests_none_is_stated(pool: ThreadPoolExecutor) -> None:
         ({"socket": 5}, "transport.socket"),
         ({"socket": "/run/docker.sock"}, "transport.socket"),
         ({"socket": "rl-plane-ipc-" + "0" * 32 + "\n"}, "transport.socket"),
-        ({"socket": "rl-plane-ipc-" + "0" * 32, "secret": "0" * 32}, "transport.socket"),  # nobody listens
+        ({"socket": "rl-plane-ipc-" + "0" * 32, "secret": "0" * 32}, "transport.socket"),  # no process listens
         ({"socket": "rl-plane-ipc-" + "0" * 32}, "transport.secret"),
         ({"socket": "rl-plane-ipc-" + "0" * 32, "secret": "x"}, "transport.secret"),
         ({"socket": "rl-plane-ipc-" + "0" * 32, "path": "/"}, "transport.path"),

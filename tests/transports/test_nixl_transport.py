@@ -169,7 +169,7 @@ def test_a_kept_version_stays_until_the_sender_keeps_the_next(sender: NixlSender
 
 
 def lent_offer(sender: NixlSender, given: dict[str, HostTensor], packed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Offers tensors in place, except for those that must be packed."""
+    """Offers tensors in place, except for tensors that must be packed."""
     transport, digests = sender.open(MANIFEST), dict[str, str]()
     lent = sender.lend({name: tensor for name, tensor in given.items() if name not in packed})
     for number in fill(MANIFEST, given.items(), sender.buffer, digests, lent):
@@ -362,7 +362,7 @@ def test_memory_is_used_again_once_its_pullers_have_left(
         offer(sender, 2)
         keeping = threading.Thread(target=sender.keep)
         keeping.start()
-        assert puller.recv(1) == b"", "it is told"
+        assert puller.recv(1) == b"", "the receiver is informed"
         if leaves:
             assert keeping.is_alive()
             puller.close()
@@ -966,7 +966,7 @@ async def test_without_its_trainer_a_worker_heals_from_another(
     ids = await asyncio.to_thread(witnesses.spawn, 2)
 
     async def heals(number: int, label: str, seed: int) -> None:
-        """The worker `ids[number]` is killed, and comes back with its old model."""
+        """The worker `ids[number]` is killed, and starts again with its old model."""
         next(one for one in reversed(plane.spawned) if one.instance_id == ids[number]).kill()
         await asyncio.to_thread(witnesses.spawn, 1, instance_id=ids[number])
         await plane.until(lambda: all_serve(client, label), HEAL_S)

@@ -168,7 +168,7 @@ async def test_the_newest_and_the_committed_stay(plane: Plane, publisher: MakePu
     others = [(await trainer.publish(plane.model(2)))["object"] for _ in range(3)]
     assert stored(plane).keys() == {base["object"], lora["object"], *others[1:]}
     for info in stored(plane).values():
-        assert info["config"]["sealed"], "nobody changes what is whole"
+        assert info["config"]["sealed"], "no process changes a whole object"
         assert not info["config"]["max_age"]
     another = publisher(plane, keep=0, publisher="another", abandoned_s=0)
     half = await trainer.step("open", "base", str(plane.model(2)))
@@ -269,7 +269,7 @@ async def test_digests_that_the_bytes_do_not_have_are_refused(plane: Plane) -> N
     checkpoint.close()
 
 
-# ---- a server that goes and comes back ----
+# ---- a server that ends and starts again ----
 
 
 async def test_nats_killed_under_the_publisher_and_under_a_receiver(

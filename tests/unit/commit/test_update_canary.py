@@ -136,7 +136,7 @@ def test_if_no_earlier_version_can_return_the_failed_one_stays_and_no_worker_ser
         assert len(driver.all(Write, "decide")) == 1
         assert driver.one(Write, "decide").record.fallback is None
         assert error.facts["excluded"] == ["a", "b", "c"]
-        assert [one.timeout_s for one in driver.all(Watch)] == [0.0], "nobody heals from that"
+        assert [one.timeout_s for one in driver.all(Watch)] == [0.0], "no worker heals from that"
 
 
 @pytest.mark.parametrize("found", [True, False])

@@ -108,7 +108,9 @@ def test_a_whole_update() -> None:
     assert driver.one(Write, "open").record == decided.opened(), "with the fence of its decision"
     opened = driver.one(Announce, "open")
     assert (opened.record, opened.sequence) == (decided.opened(), 27)
-    assert driver.one(Watch) == Watch(decided, 0.0), "nobody is waited for: the workers say what they serve"
+    assert driver.one(Watch) == Watch(decided, 0.0), (
+        "the coordinator waits for no worker: they say what they serve"
+    )
     assert (outcome.version, outcome.excluded) == (made, [])
     assert [reply.instance_id for reply in outcome.replies] == ["a", "b", "c"]
 
@@ -246,7 +248,7 @@ def test_an_update_without_workers_is_not_decided() -> None:
     driver = Driver(update(), None)
     driver.reports = [report("a", None)]
     driver.error(NoWorkers)
-    assert driver.phases == ["survey"], "nobody has fixed sequence 0"
+    assert driver.phases == ["survey"], "no record has fixed sequence 0"
 
 
 def test_a_worker_that_left_before_its_prepare_aborts_the_update() -> None:
@@ -495,8 +497,8 @@ def test_strict_opens_only_when_the_silent_have_left_or_lost_their_leases() -> N
     driver = Driver(update(), gate=told, watch=serving("a"))
     outcome = driver.outcome()
     assert driver.phases == [*WHOLE[:6], "leases", *WHOLE[6:]]
-    assert driver.one(WaitSilent) == WaitSilent({"b": "ib", "d": "id"}, ["f1"]), "the dead serve nobody"
-    assert list(driver.one(SendOp, "commit").workers) == ["a"], "nobody swaps who is not gated"
+    assert driver.one(WaitSilent) == WaitSilent({"b": "ib", "d": "id"}, ["f1"]), "dead workers serve no request"
+    assert list(driver.one(SendOp, "commit").workers) == ["a"], "no worker swaps that is not gated"
     assert outcome.excluded == ["b", "c", "d"]
     assert {reply.instance_id: reply.ok for reply in outcome.replies} == {
         "a": True,
@@ -524,7 +526,9 @@ def test_a_worker_that_does_not_serve_the_version_at_the_end_is_excluded() -> No
     driver = Driver(update(), commit=broken, watch=serving("ac"))
     outcome = driver.outcome()
     assert outcome.excluded == ["b"]
-    assert [reply.instance_id for reply in outcome.replies if not reply.ok] == ["b"], "why, as the commit has told"
+    assert [reply.instance_id for reply in outcome.replies if not reply.ok] == ["b"], (
+        "why, as the commit has reported"
+    )
     driver = Driver(update(), commit=broken)
     outcome = driver.outcome()
     assert outcome.excluded == [], "it has swapped by itself since"

@@ -209,7 +209,9 @@ def test_a_complete_call_waits_for_pushed_weights_and_commits_them() -> None:
     assert (asked.op, asked.body["update_id"], asked.body["transport"]) == ("prepare_update", "u9", PUSH)
     decided = driver.one(Write, "decide").record
     assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
-    assert decided.source == VersionSource({"backend": "gloo"}, refetchable=False), "nobody fetches by a manifest"
+    assert decided.source == VersionSource({"backend": "gloo"}, refetchable=False), (
+        "no worker fetches by a manifest"
+    )
     assert outcome.excluded == []
 
 

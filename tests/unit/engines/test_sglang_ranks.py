@@ -109,7 +109,7 @@ class RunningProcess(SglangProcess):
 
 @pytest.fixture
 def parallel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The place of the next rank that is built, as SGLang tells it. It is the first stage of a pipeline until then."""
+    """The place of the next rank that is built, as SGLang gives it. It is the first stage of a pipeline until then."""
     found = SimpleNamespace(dp_rank=None, pp_rank=0, pp_size=2, tp_rank=0, tp_size=1)
     context = SimpleNamespace(get_parallel=lambda: found)
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)

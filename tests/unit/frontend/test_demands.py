@@ -179,7 +179,7 @@ def test_the_demands_decide_which_tokens_may_be_delivered(
         assert (found.error().http_status, found.error().facts["field"]) == (503, unmet)
 
 
-# ---- a choice that goes on ----
+# ---- a choice that continues ----
 
 
 def delta(tokens: list[int], *spans: VersionSpan, **more: Any) -> GenerateDelta:

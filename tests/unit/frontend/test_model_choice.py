@@ -84,7 +84,7 @@ def test_each_listed_name_means_its_model() -> None:
 
 
 class Beside:
-    """A served component: its models, and those that it has after a read of the record."""
+    """A served component: its models, and its models after a read of the record."""
 
     def __init__(self, name: str, models: tuple[str, ...], read: tuple[str, ...] | None = None) -> None:
         self.name, self.generation, self.committed, self.reads = name, self, self, 0

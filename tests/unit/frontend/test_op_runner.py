@@ -17,7 +17,7 @@ from rl_plane.errors import (
 
 
 class SlowFleet:
-    """Counts its calls, and answers when told."""
+    """Counts its calls, and answers when `go` is set."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any], str]] = []

@@ -48,7 +48,7 @@ def test_the_least_loaded_worker_gets_the_request() -> None:
     for turn in turns:
         one.on_end(turn)
     assert one.pick(ABC) == "b"
-    assert one.requests("b") == 1  # the one that another frontend has there
+    assert one.requests("b") == 1  # the request of another frontend
     assert one.picks["load"] == 4
 
 

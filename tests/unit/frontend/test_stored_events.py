@@ -28,7 +28,9 @@ def test_frontends_that_followed_each_other_are_joined() -> None:
 def test_the_events_of_overlapping_frontends_show_each_moment_once() -> None:
     long = ("a", chunk(10, event(10, 11), event(11, 31), event(12, 32)))
     inside = ("b", chunk(30, event(30, 31), event(31, 32), event(32, 33)))
-    assert told(long, inside) == [10, 30, 31, 32], "b told the latest event, so it tells all since it began"
+    assert told(long, inside) == [10, 30, 31, 32], (
+        "b reported the latest event, so its events since its start count"
+    )
     assert told(inside, long, before=33) in ([10, 11, 12], [10, 30, 31])
 
 
@@ -80,4 +82,4 @@ def test_ids_rise_over_a_restart_also_with_a_clock_that_went_back() -> None:
 
 
 FUTURE = 4e9
-"""A time at which nothing is too old to be kept."""
+"""A time at which no event is too old."""

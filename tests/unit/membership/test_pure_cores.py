@@ -123,7 +123,7 @@ def test_only_the_end_of_a_workers_present_connection_is_its_death() -> None:
     assert core.disconnected("other", 7) == []
     assert core.disconnected("server", 7) == [Purge("a", 1)]
     core.feed(written(member("a", 2, connection=9)))
-    assert core.disconnected("server", 7) == [], "an old connection of a worker that came back"
+    assert core.disconnected("server", 7) == [], "an old connection of a worker that reconnected"
     assert core.disconnected("server", 9) == [Purge("a", 2)]
     core.feed(purged("a", 3))
     assert core.disconnected("server", 9) == []
