@@ -41,7 +41,7 @@ class CommitTimes:
     """`update`: the whole call; `commit`: of it, from the decision to the last acknowledgement; `raw_before` and
     `raw_after` the decision: scatter-gathers."""
     excluded: int
-    """Workers that an update went on without, of all rounds: a busy machine."""
+    """The number of workers that updates excluded, in all rounds. They show that the machine was busy."""
 
     @property
     def after(self) -> int:

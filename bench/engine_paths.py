@@ -81,7 +81,7 @@ ours."""
 
 
 async def _ours(engine: EngineAdapter, path: Path) -> tuple[float, float]:
-    """(seconds in all, seconds for which generation was held)"""
+    """Returns the seconds of the whole update, and the seconds for which generation was paused."""
     staging = next(_names)
     where = Transport.model_validate({"backend": "filesystem", "path": str(path)})
     request = ReceiveRequest(update_id=staging, label=staging, transport=where)

@@ -104,12 +104,12 @@ def check_engine(name: str | None) -> str:
     return name
 
 
-class _Ended(BaseException):
+class _ServingEnded(BaseException):
     """A signal has asked for the end."""
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise _Ended
+    raise _ServingEnded
 
 
 def run_nats(given: Command) -> int:
@@ -130,7 +130,7 @@ def run_nats(given: Command) -> int:
         say_ready(values["json"], "nats", f"nats-server is ready: {url}", nats_url=url, pid=server.process.pid)
         code = server.process.wait()
         raise BusUnreachable(f"nats-server ended with exit code {code}", fix="start it again")
-    except _Ended:
+    except _ServingEnded:
         return 0
     finally:
         server.stop()

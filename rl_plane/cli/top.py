@@ -69,12 +69,12 @@ def run_top(given: Command) -> int:
     return 0
 
 
-class _Ended(BaseException):
+class _ScreenEnded(BaseException):
     """A signal has asked for the end."""
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise _Ended
+    raise _ScreenEnded
 
 
 def _live(reader: FleetReader) -> None:
@@ -91,7 +91,7 @@ def _live(reader: FleetReader) -> None:
         with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
             while pressed(SHOW_S) not in LEAVE:
                 live.update(screen(reader.facts(), console.size.height), refresh=True)
-    except _Ended:
+    except _ScreenEnded:
         pass
     finally:
         reader.stop()

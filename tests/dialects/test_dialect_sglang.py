@@ -187,7 +187,7 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         # While the fleet is paused, it waits; twice is too often, unless it is the same call once more.
         fine(await http.post("/pause_generation", json={"mode": "retract"}))
         held = fine(await http.post(path, json=part))
-        assert "are held" in held["message"]
+        assert "have come" in held["message"]
         assert fine(await http.post(path, json=part)) == held
         assert "came twice" in refused(await http.post(path, json={**part, "flush_cache": False}), 400)["message"]
         fine(await http.post(path, json={**part, "weight_version": "two"}))

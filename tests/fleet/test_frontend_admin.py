@@ -16,7 +16,10 @@ from frontend.server.options import FrontendOptions
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.weights.checkpoint import open_checkpoint
+from tests.conftest import stop_process
+from tests.support.adapter_updates import adapter
 from tests.support.frontend_here import started
+from tests.support.openapi_replies import reply_faults
 from tests.support.plain_client import plain_client
 from worker.testing.phase_hooks import VARIABLE
 
@@ -125,6 +128,47 @@ async def test_the_docs_describe_every_op(rl: httpx.AsyncClient) -> None:
     for part in text.split('"#/components/schemas/')[1:]:
         assert part.split('"')[0] in known
     assert "#/$defs/" not in text
+
+
+async def test_each_answer_has_the_fields_that_the_document_names(plane: Plane, rl: httpx.AsyncClient) -> None:
+    document = (await rl.get(str(rl.base_url).removesuffix("/v1/rl/") + "/openapi.json")).json()
+    first, _ = plane.spawn_copies(2)
+    answered: dict[str, Any] = {}
+
+    async def ask(name: str, **body: Any) -> dict[str, Any]:
+        op = FLEET_OPS[name]
+        path = op.path.format(id=first)
+        params = {"min_workers": 2}
+        response = await (rl.get(path, params=params) if op.method == "GET" else rl.post(path, json=body | params))
+        assert response.status_code == 200, response.text
+        reply: dict[str, Any] = response.json()
+        assert reply_faults(document, op, reply) == [], name
+        answered[name] = reply
+        return reply
+
+    for name in ("liveness", "ready", "workers", "weight_version", "describe", "pause", "flush_cache", "resume"):
+        await ask(name)
+    for name in ("abort_requests", "check_weights", "release_memory", "resume_memory", "disable", "enable"):
+        await ask(name)
+    for name in ("init_transport", "destroy_transport"):
+        await ask(name, backend="filesystem")
+    await ask("update_weights", **update_of(plane, 1))
+    prepared = await ask("prepare_weights_update", **update_of(plane, 2))
+    await ask("label_weights_update", version="two")
+    await ask("state")
+    await ask("complete_weights_update", update_id=prepared["update_id"])
+    await ask("prepare_weights_update", **update_of(plane, 3))
+    await ask("abort_weights_update")
+    await ask("load_lora_adapter", lora_name="a", lora_path=str(adapter(plane, 1)))
+    await ask("state")
+    await ask("unload_lora_adapter", lora_name="a")
+    await ask("new_run")
+    await ask("updates")
+    assert answered.keys() == FLEET_OPS.keys() - {"receive_weights_part"}, "a part needs a trainer's group"
+    (stopped,) = [row for row in answered["workers"]["workers"] if row["instance_id"] == first]
+    stop_process(stopped["pid"])
+    rows = {row["instance_id"]: row["status"] for row in (await ask("state"))["workers"]}
+    assert rows[first] == "error"
 
 
 # ---- bad input ----

@@ -14,12 +14,12 @@ import pytest
 
 from frontend.completions.call import Arrival, GenerationCall
 from frontend.completions.reply_choice import Choice
-from frontend.components.served_component import ServedComponent
 from frontend.frontend_limits import FrontendLimits
 from frontend.routing.demands import Demands
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.progress import GenerationProgress
 from frontend.routing.routing_lease import FrontendLease
+from frontend.served_component import ServedComponent
 from rl_plane.errors import BusUnreachable, DemandUnmet
 from rl_plane.protocol.generation import AdapterSpan, GenerateDelta, GenerateRequest
 from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from frontend.components.served_component import ServedComponent
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.routing_lease import FrontendLease
+from frontend.served_component import ServedComponent
 from rl_plane.bus.server import NatsServer
 from rl_plane.errors import BusUnreachable, NotAdmitted
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest

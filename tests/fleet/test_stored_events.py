@@ -109,7 +109,9 @@ async def test_the_frontend_continues_without_a_store_of_events_and_warns_of_it(
     writer = StoredEvents(bus, plane_bucket(plane), "one")
     with caplog.at_level(logging.WARNING):
         assert await writer.start() == []
-    assert "events are kept in this process only, so its end loses them: frontend may not read" in caplog.text
+    assert (
+        "this process can't store its events, so they are lost when it ends: frontend may not read" in caplog.text
+    )
     writer.add(event(1))
     await writer.stop()
 

@@ -1220,7 +1220,7 @@ MUTANTS = [
     Mutant(
         "frontend: is listed before it listens",
         "frontend/routing/routing_lease.py",
-        "            await self._bus.flush()  # who is listed can be told\n",
+        "            await self._bus.flush()  # a listed frontend must receive what coordinators send\n",
         "            pass\n",
         None,
         second_line="The subscription and the write go over one connection, and one server takes them in their order.",

@@ -3,6 +3,8 @@
 An adapter has a capability if it has the protocol's methods. The worker answers the ops of every other capability with
 `unsupported`, and lists them in `describe`. An adapter that has the methods, but can't do it as it was started, names
 the op in `EngineInfo.lacks` and raises `Unsupported` with the same reason.
+
+The capability to run on several hosts is `SpansHosts` in `worker/nodes/spans_hosts.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import ParsedToolCalls, Tokenize
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
-from worker.nodes.node_part import NodePart
 
 CheckAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 
@@ -88,9 +89,9 @@ class CanParseToolCalls(Protocol):
 
     @abstractmethod
     async def parse_tool_calls(self, token_ids: list[int], tools: list[dict[str, Any]]) -> ParsedToolCalls:
-        """The calls in the text of these tokens, and the rest of the text. A text that is no call, or that the parser
-        can't read, has no calls. Without tokens it checks the tools: InvalidRequest (`field="tools"`) for those that
-        the engine does not take."""
+        """Returns the calls in the text of these tokens, and the rest of the text. A text that is no call, or that the
+        parser can't read, has no calls. Without tokens it checks the tools: InvalidRequest (`field="tools"`) for tools
+        that the engine does not take."""
 
 
 @runtime_checkable
@@ -182,23 +183,6 @@ class CanReleaseMemory(Protocol):
     async def resume_memory(self, tags: list[str]) -> None:
         """Takes memory back. Idempotent. The returned weights are of no version: the worker loads the committed ones
         again."""
-
-
-@runtime_checkable
-class SpansHosts(Protocol):
-    """Runs one engine on several hosts, with `EngineOptions.nodes` as the link between them.
-
-    On the head, the node of rank 0, `start` builds the engine together with the other nodes, and
-    `EngineInfo.world_size` counts the ranks of all. On another node the worker calls only these methods and
-    `close`."""
-
-    @abstractmethod
-    async def start_node(self) -> NodePart:
-        """Starts this host's part of the engine, and returns the agents of its ranks."""
-
-    @abstractmethod
-    async def node_died(self) -> str:
-        """Waits until this host's part of the engine has died, and returns the reason."""
 
 
 class FullEngine(EngineAdapter, CanTokenize, CanScore, CanLoadAdapters, CanCheckWeights, CanReleaseMemory):

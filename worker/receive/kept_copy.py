@@ -109,13 +109,13 @@ class KeptCopy:
         return {**digests, **digests_of(changes)}
 
     def digest_with(self, replaced: Mapping[str, str]) -> str | None:
-        """Returns the digest of the version in which these tensors have other digests. None: it can't be told, or this
-        version has no such tensors."""
+        """Returns the digest of the version in which these tensors have other digests. None: a digest is missing or of
+        another algorithm, or this version has no such tensors."""
         return self._version_digest({**self.digests, **replaced})
 
     def hashed(self, cancelled: Cancelled) -> KeptCopy:
-        """Returns the copy with the digest of every tensor, for which it hashes those that deltas have changed, and
-        those whose digest is of another algorithm. Its `digest` is the one that the bytes make."""
+        """Returns the copy with the digest of every tensor, and with the version digest that its bytes make. It hashes
+        the tensors that deltas have changed, and tensors with a digest of another algorithm."""
         algorithm = algorithm_of(self.digest)
         digests = {name: digest for name, digest in self.digests.items() if algorithm_of(digest) == algorithm}
         for name, tensor in self.tensors.items():

@@ -197,7 +197,8 @@ class DigestingStream:
         return self._stream
 
     def check_stated(self) -> None:
-        """InvalidWeights if the delivery states another digest, or one that the model can't serve. Reads no byte."""
+        """Raises InvalidWeights if the delivery states another digest than the expected one, or if the model can't
+        serve what it states. Reads no byte."""
         self._check_form()
         self._compare(self._delivery.digest, self._expected, "the delivery states")
         _check_ties(self._tied, self._delivery.tensor_digests or {})
@@ -396,8 +397,8 @@ def _may_be_delta(spec: TensorSpec, of: TensorSpec) -> bool:
 
 
 def check_fits(holder: WeightHolder, delivery: Delivery, kind: Kind, cast: bool) -> Mapping[str, str]:
-    """Checks that the tensors are those that the model needs, before a byte of them comes. Returns the names that the
-    model ties, as `tied_tensors`."""
+    """Checks before the first byte comes that the delivery has the tensors that the model needs. Returns the names that
+    the model ties, as `tied_tensors`."""
     if kind == "base":
         tied = holder.tied_tensors()
         check_specs(holder.weight_spec(), tied, delivery.specs, cast)
@@ -411,7 +412,8 @@ def check_fits(holder: WeightHolder, delivery: Delivery, kind: Kind, cast: bool)
 
 
 def check_overwrite(holder: WeightHolder, delivery: Delivery, *, cast: bool, expected_digest: str | None) -> None:
-    """Checks what `overwrite` checks before it uses the engine."""
+    """Checks that the delivery has the tensors that the model needs, and that it states the expected digest.
+    `overwrite` makes the same checks before it uses the engine."""
     tied = check_fits(holder, delivery, "base", cast)
     DigestingStream(delivery, tied=tied, expected_digest=expected_digest).check_stated()
 

@@ -83,7 +83,7 @@ class StagingArea:
     def place(self, name: str, spec: TensorSpec | None = None) -> memoryview:
         """Returns the writable memory of one tensor, of exactly its bytes.
 
-        `spec`: what comes, if that is another tensor than the one that the area was made for. It must not be larger.
+        `spec`: what comes, if the area was made for another tensor. It must not be larger than that tensor.
         """
         room = self._rooms[name]
         nbytes = room.nbytes if spec is None else spec.nbytes

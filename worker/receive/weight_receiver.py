@@ -66,7 +66,7 @@ log = logging.getLogger("worker.receive.weight_receiver")
 
 @cache
 def _installed() -> dict[str, type[WeightTransport]]:
-    """Returns the installed transports, without those whose packages are missing."""
+    """Returns the installed transports, without transports whose packages are missing."""
     found = {}
     for point in plugins(TRANSPORTS).values():
         try:
@@ -151,7 +151,8 @@ class Receiver:
 
     def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
         """Offers the copies of the base and of the adapters with these digests to other workers. Returns `{digest,
-        transport}` of each. It drops the copies of other adapters, but for the one that was taken last.
+        transport}` of each. It drops the copies of other adapters. It keeps the newest copy until this method has
+        offered it, because the engine may not have loaded that adapter yet.
 
         An offer ends when the copy does."""
         ended: list[KeptAdapter] = []
@@ -292,9 +293,9 @@ class Receiver:
         return delivery.receive_part(ReceivePart.model_validate(part), cancelled)
 
     def changed_since(self, staging: str, digest: str | None) -> Collection[str] | None:
-        """Returns the names of the staged tensors that differ from those of the version that the engine serves. None:
-        it can't be told, so the engine loads all of them. Asked before `take`. `digest`: that version's; None: the
-        engine's weights are of no version."""
+        """Returns the names of the staged tensors that differ from the version that the engine serves. None: this is
+        unknown, so the engine loads all tensors. Call it before `take`. `digest`: the digest of the served version;
+        None: the engine's weights are of no version."""
         after = self._to_keep.get(staging)
         return after.changed.get(digest) if after is not None and digest is not None else None
 
@@ -375,8 +376,9 @@ class Receiver:
             raise
 
     def _area(self, delivery: Delivery) -> StagingArea:
-        """Makes the area of what is to come. The tensors of a delivery in parts may come in another dtype, or be tied
-        to one that comes: there is room for each, and what does not come takes no memory."""
+        """Makes the area of what is to come. A tensor of a delivery in parts may come in another dtype. It may not come
+        at all, because it is tied to another tensor. So the area has room for each, and what does not come takes no
+        memory."""
         specs = delivery.specs
         if isinstance(delivery, PartwiseDelivery):
             wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
@@ -497,7 +499,7 @@ class Receiver:
         if not links:
             assert kept is not None
             return kept
-        self.kept = None  # memory has room for one copy, and one that is half changed is of no version
+        self.kept = None  # memory has room for one copy, and a copy that is half changed is of no version
         for link in links:
             try:
                 kept = self._follow(kept, link, cancelled)

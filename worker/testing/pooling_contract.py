@@ -110,7 +110,7 @@ async def refuses_bad_inputs(at: EngineUnderTest) -> None:
 
 
 async def pauses_and_aborts(at: EngineUnderTest) -> None:
-    """A paused engine computes nothing. An aborted request ends without a vector, and so does one whose reader left."""
+    """A paused engine computes nothing. A request ends without a vector if it is aborted, or if its reader has left."""
     numbers, _ = await pooled(at)
     await bounded(at.engine.pause("keep", False))
     _, resumed = await waiting(at)

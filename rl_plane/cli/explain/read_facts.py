@@ -153,8 +153,8 @@ def _over_nats(given: Command, component: dict[str, Any], timeout_s: float, past
 
 
 def _side_by_side(parts: Mapping[str, Part], timeout_s: float) -> tuple[dict[str, Any], dict[str, PlaneError]]:
-    """The results by name, and the errors of those that failed or took too long. The threads are daemons, so that a
-    part which never ends does not keep the command."""
+    """Returns the results by name, and the errors of the parts that failed or took too long. The threads are daemons,
+    so that a part which never ends does not keep the command from ending."""
     answers: dict[str, Future[Any]] = {name: Future() for name in parts}
 
     def work(name: str) -> None:

@@ -186,7 +186,7 @@ def test_a_pause_says_who_asked_and_when_it_ends() -> None:
 def test_the_finding_about_a_long_lock_names_its_holder() -> None:
     lock = {"owner": "train.py@gpu3:4711", "held_s": 40.0}
     found = only(known(worker_row(), about={"lock": lock}, processes={("gpu3", 4711): STOPPED}))
-    assert "is held by train.py@gpu3:4711 since 40 s" in found.cause
+    assert "has belonged to train.py@gpu3:4711 for 40 s" in found.cause
     assert "kill -CONT 4711" in found.fix
     assert findings(known(worker_row(), about={"lock": {**lock, "held_s": 0.1}})) == []
 

@@ -322,6 +322,17 @@ def test_the_ops_are_those_of_the_design() -> None:
     assert all(op.doc and op.timeout_s > 0 for op in worker_ops.OPS.values())
 
 
+def test_the_traits_of_the_fleets_ops_agree() -> None:
+    ops = FLEET_OPS.values()
+    commits, begins = ({op.name for op in ops if op.commits}, {op.name for op in ops if op.begins_update})
+    assert commits - begins == {"complete_weights_update"}
+    assert begins - commits == {"prepare_weights_update"}
+    assert {op.name for op in ops if op.brings_weights} <= begins
+    assert {op.name for op in ops if op.prepare_waits} <= commits | begins
+    assert {op.worker_op for op in ops} - {""} <= worker_ops.OPS.keys()
+    assert {op.name for op in ops if op.worker_in_path} == {op.name for op in ops if op.admin}
+
+
 def test_the_fleets_ops_are_those_of_the_design() -> None:
     posts = """pause resume flush_cache abort_requests init_transport destroy_transport update_weights
         prepare_weights_update receive_weights_part label_weights_update complete_weights_update abort_weights_update

@@ -6,13 +6,17 @@ import inspect
 import os
 import subprocess
 import sys
+import typing
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rl_plane
 from rl_plane.client import RlClient
+from rl_plane.fleet.fleet_method import FleetRequest
+from rl_plane.fleet.fleet_methods import FleetMethods
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.sync import SyncRlClient
 from tests.support.without_nats import without_nats
@@ -49,6 +53,31 @@ def test_each_op_of_the_fleet_has_a_documented_method() -> None:
     methods = public(SyncRlClient)
     assert FLEET_OPS.keys() <= methods.keys()
     assert all(inspect.getdoc(methods[name]) for name in methods)
+
+
+def test_each_type_that_a_method_of_the_fleet_names_is_public() -> None:
+    named = set()
+    for name in FLEET_OPS:
+        for kind in typing.get_type_hints(getattr(FleetMethods, name)).values():
+            named |= {
+                one for one in (kind, *_within(kind)) if getattr(one, "__module__", "").startswith("rl_plane")
+            }
+    shown = {one for one in named if one is not FleetRequest and inspect.isclass(one)}
+    assert {one.__name__ for one in shown} >= {
+        "Transport",
+        "UpdatePolicy",
+        "Selection",
+        "UpdateReply",
+        "FleetState",
+    }
+    for one in shown:
+        assert getattr(rl_plane, one.__name__) is one
+        assert one.__name__ in rl_plane.__all__
+
+
+def _within(kind: object) -> list[Any]:
+    """The types that a generic type or a union is made of."""
+    return [found for one in typing.get_args(kind) for found in (one, *_within(one))]
 
 
 def test_each_public_name_is_there_and_sorted_and_no_other_is() -> None:

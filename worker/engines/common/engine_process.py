@@ -49,7 +49,7 @@ class EngineProcess(ABC):
     def __init__(self, options: EngineOptions, arguments: dict[str, Any]) -> None:
         self.options = options
         self.arguments = arguments
-        """The engine arguments, beside those that the options set."""
+        """The engine arguments, without the arguments that the options set."""
         self._engine: Any = None
         """The library's own engine."""
         self.directory: Path | None = None

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from rl_plane.errors import EngineFailed, PlaneError
 from worker.engines.base import EngineOptions, PauseMode
-from worker.engines.capabilities import FullEngine, SpansHosts
+from worker.engines.capabilities import FullEngine
 from worker.engines.common.engine_process import EngineProcess
 from worker.engines.common.generating import Generating
 from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
@@ -17,6 +17,7 @@ from worker.engines.common.token_checks import check_adapter
 from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.nodes.head_link import HeadLink
 from worker.nodes.node_part import NodePart
+from worker.nodes.spans_hosts import SpansHosts
 from worker.receive.host_agent.host_agent_client import HostAgentClient
 from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Ranks

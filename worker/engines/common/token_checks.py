@@ -120,7 +120,7 @@ def check_adapter(adapter: str | None, loaded: Collection[str], field: str) -> N
         raise InvalidRequest(
             f"there is no adapter {adapter[:64]!r} here",
             field=field,
-            fix="name one that is loaded, or the base model" if field == "model" else "name one that is loaded",
+            fix="name a loaded adapter, or the base model" if field == "model" else "name a loaded adapter",
         )
 
 

@@ -143,7 +143,8 @@ class TokenTexts:
 
 
 class IncrementalText:
-    """The text of tokens as they arrive. Characters that more bytes may complete are held back until the last token."""
+    """The text of tokens as they arrive. It holds back characters that more bytes may complete, until the last
+    token."""
 
     _WINDOW = 16  # tokens decoded anew each time: some context, for tokenizers whose tokens depend on it
 

@@ -154,8 +154,8 @@ def _saved_name(model: Any, name: str, saved: Collection[str]) -> str:
 def _checkpoint_views(model: Any) -> dict[str, torch.Tensor]:
     """Maps each checkpoint name to the part of the live model that it fills.
 
-    Most names are those of the state dict. A model that fuses or renames tensors (mixtures of experts) is asked to
-    convert its state back to checkpoint form: some tensors come back as views of the live ones, some as copies. For the
+    Most names are those of the state dict. If a model fuses or renames tensors (mixtures of experts), its library
+    converts the state back to checkpoint form: it returns views of some live tensors, and copies of others. For the
     copies, the same conversion runs on tensors that hold their own element numbers, which tell the view.
     """
     from transformers.core_model_loading import revert_weight_conversion

@@ -48,7 +48,8 @@ def token_of(made: bytes, vocab_size: int) -> int:
 
 
 def permitted(request: GenerateRequest, token: int, made: list[int], vocab_size: int) -> int:
-    """Returns `token`, or, if the request bars it after the tokens of `made`, another one that follows from it."""
+    """Returns `token`. If the request bars it after the tokens of `made`, it returns another token that follows from
+    it."""
     allowed, bias = request.allowed_token_ids, request.logit_bias
     if not (allowed or bias or request.bad_words_token_ids or request.min_tokens):
         return token

@@ -76,7 +76,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._ended = False
         self._stopping = False
-        self._gate_closed = False  # new requests are held
+        self._gate_closed = False  # new requests wait
         self.frozen = False  # no step runs
         self._drain: Future[None] | None = None
         self._live: dict[str, HfStream] = {}  # known to the scheduler

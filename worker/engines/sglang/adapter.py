@@ -48,7 +48,7 @@ NO_SAVER = "start it on a GPU with --enable-memory-saver"
 NO_SEEDS = "SGLang looks at seeds in its deterministic mode only: start it with --deterministic"
 NO_SEEDS_CPU = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
 
-NO_GRAMMARS = "the engine was told so: start it without --engine-arg grammar_backend=none"
+NO_GRAMMARS = "the engine was started without grammars: start it without --engine-arg grammar_backend=none"
 
 PENALIZED = (
     "SGLang counts a request's tokens anew after each update, and its logprobs would be of penalized logits"

@@ -391,7 +391,8 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         await asyncio.to_thread(self.process.ranks.rows, op, body)
 
     async def _drop_files(self, lora: _Lora) -> None:
-        """Deletes an adapter's files on all hosts. Those that stay are deleted with the engine's directory."""
+        """Deletes an adapter's files on all hosts. If a host fails, its files are deleted with the engine's
+        directory."""
         with contextlib.suppress(PlaneError):
             await self._on_agents("drop_adapter", files=lora.files)
 

@@ -30,7 +30,7 @@ def score_in_core(core: Any, sequences: Any, adapter: Any) -> list[list[float]] 
     scheduler = core.scheduler
     if scheduler.pause_state != PauseState.PAUSED_ALL:
         raise RuntimeError("vLLM scores only while it is paused")
-    # vLLM's second model runner has a place for each running request, also for one that is not in the step.
+    # vLLM's second model runner has a place for each running request, also if the request is not in the step.
     places = scheduler.max_num_running_reqs - len(scheduler.running)
     full = places < 1 or scheduler.kv_holding_waiting or not _has_blocks(scheduler, max(map(len, sequences)))
     if anywhere(core, bool(full)):

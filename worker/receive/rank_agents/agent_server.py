@@ -40,8 +40,8 @@ def belong_to_worker(parent: int | None = None) -> None:
 def die_with_parent(parent: int | None = None) -> None:
     """Makes the kernel end this process when the thread that started it ends. Ends it now if that has happened.
 
-    Works on Linux only; elsewhere nothing happens. `parent`: the process that has started this one; None: the one that
-    multiprocessing names."""
+    Works on Linux only; elsewhere nothing happens. `parent`: the process that has started this one. None: the parent
+    process by multiprocessing."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
