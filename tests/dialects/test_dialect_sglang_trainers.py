@@ -1,5 +1,5 @@
 """The calls of trainers that speak to SGLang, in their order and with their bodies: over real models, with a real torch
-group of a trainer in another process. The tokens tell what is served."""
+group of a trainer in another process. The tokens show which weights the fleet serves."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def _two_phases(replay: Replay, witnesses: Witnesses, ids: list[str]) -> N
     assert fine(await replay.form("weight_sync_group"))["success"] is True
     buckets = parts_of(directory, BUCKETS)
     body = {"num_buckets": len(buckets), "buckets": buckets, "group_name": "weight_sync_group"}
-    # What is not the model's is told before anything is sent, and leaves the group as it is.
+    # A tensor that the model lacks is refused before anything is sent, and the group stays as it is.
     first, *others = buckets
     for wrong, field, words in (
         ([{**first, "shapes": [[1], *first["shapes"][1:]]}, *others], "transport", first["names"][0]),

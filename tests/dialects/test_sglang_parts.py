@@ -191,7 +191,7 @@ async def test_a_name_that_was_given_at_one_frontend_is_known_at_another(plane: 
         assert await served(one) == [(True, "early")] * 2
 
 
-async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
+async def test_the_answer_reports_a_commit_though_nats_lost_the_end_of_its_update(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silence ends an update that was begun. Where nothing was committed, the call may be repeated."""
@@ -211,7 +211,7 @@ async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
         assert refused(await http.post("/end_weight_update", json={}), 503)["code"] == "bus_unreachable"
 
 
-async def test_what_a_frontend_held_and_is_lost_with_it_is_told_at_each_end(plane: Plane) -> None:
+async def test_each_end_call_reports_weights_that_were_lost_with_a_frontend(plane: Plane) -> None:
     plane.spawn_copies(2)
     whole = tensors_of(plane, 1)
     for opening in ("/begin_weight_update", "/pause_generation"):
@@ -231,7 +231,7 @@ async def test_what_a_frontend_held_and_is_lost_with_it_is_told_at_each_end(plan
             fine(await http.post("/continue_generation", json={}))
 
 
-async def test_newer_weights_make_up_for_those_that_are_lost(plane: Plane) -> None:
+async def test_a_newer_committed_version_replaces_lost_weights(plane: Plane) -> None:
     """Another trainer has committed newer weights without bodies, and labels them."""
     plane.spawn_copies(2)
     async with facade(plane) as http:
@@ -246,7 +246,7 @@ async def test_newer_weights_make_up_for_those_that_are_lost(plane: Plane) -> No
         assert await served(http) == [(True, "seven")] * 2
 
 
-async def test_an_update_that_is_not_whole_is_told_of(
+async def test_the_flush_and_the_log_report_an_incomplete_update(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """verl's order: buckets without a pause, then a flush."""

@@ -175,7 +175,7 @@ async def test_a_mixed_batch_is_what_peft_makes_of_each(
 
 
 async def test_more_modules_than_peft_takes_by_name(start: Start, root: Path) -> None:
-    """PEFT replaces 20 or more names by shorter ones that mean the same."""
+    """PEFT replaces 20 or more names by shorter names with the same meaning."""
     from peft import PeftModel
 
     deep = make_tiny_model(root / "deep", seed=1, num_hidden_layers=5, hidden_size=64)

@@ -80,7 +80,9 @@ async def test_closing_the_iterator_ends_the_request_in_the_engine(start: Start,
     assert engine.load() == (0, 0)
 
 
-async def test_a_full_cache_evicts_and_goes_on_and_aborts_leave_nobody_stuck(start: Start, models: Models) -> None:
+async def test_a_full_cache_evicts_and_continues_requests_and_aborts_leave_no_request_stuck(
+    start: Start, models: Models
+) -> None:
     # 40 blocks of 4 tokens; each of the ten needs 26 in the end.
     engine = await start(models.witness[1], num_blocks=40, page_size=4, max_batch_tokens=32)
     engine.set_version(version(0))
@@ -105,7 +107,9 @@ async def test_a_full_cache_evicts_and_goes_on_and_aborts_leave_nobody_stuck(sta
     )
 
 
-async def test_pause_keep_freezes_between_two_tokens_and_resume_goes_on(start: Start, models: Models) -> None:
+async def test_a_keep_pause_freezes_between_two_tokens_and_a_resume_continues(
+    start: Start, models: Models
+) -> None:
     engine = await start(models.witness[1])
     one = Run(engine, ask([7], max_tokens=300))
     await one.reach(10)
@@ -226,7 +230,7 @@ async def test_waits_and_other_pauses(start: Start, models: Models) -> None:
     await one.reach(1)
     await engine.pause("keep", clear_cache=False)
     held = Run(engine, ask([8]))
-    # From `keep`, a wait lets the frozen ones go on; cancelled, it leaves them frozen again.
+    # From `keep`, a wait continues the frozen requests; if it is cancelled, they freeze again.
     waiting = asyncio.create_task(engine.pause("wait", clear_cache=False))
     await one.reach(len(one.result.tokens) + 20)
     waiting.cancel()

@@ -174,7 +174,7 @@ async def test_each_answer_has_the_fields_that_the_document_names(plane: Plane, 
 # ---- bad input ----
 
 
-async def test_bad_input_is_refused_by_name_before_anybody_is_touched(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_the_facade_names_bad_input_before_any_worker_changes(plane: Plane, rl: httpx.AsyncClient) -> None:
     worker = plane.spawn()
     before = (await rl.get("state")).json()["workers"]
     bodies: list[tuple[str, Any, str]] = [
@@ -318,7 +318,7 @@ async def test_reading_ops(plane: Plane, rl: httpx.AsyncClient) -> None:
     assert row["instance_id"] == ids[1]
 
 
-async def test_the_model_can_be_told_tensor_by_tensor(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_describe_lists_the_model_tensor_by_tensor(plane: Plane, rl: httpx.AsyncClient) -> None:
     one, other = plane.spawn_copies(2)
     for asked in ("manifest_from=0", f"manifest_from=0&workers={one},{other}"):
         assert error_of(await rl.get(f"describe?{asked}"), 400)["field"] == "workers"
@@ -381,7 +381,7 @@ async def test_a_worker_is_taken_out_and_put_back(plane: Plane, rl: httpx.AsyncC
     assert two.instance_id not in await closed()
 
 
-async def test_a_hung_worker_is_told_of_and_delays_nobody(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_the_facade_reports_a_hung_worker_and_delays_no_other(plane: Plane, rl: httpx.AsyncClient) -> None:
     one, two = plane.spawn_many(2)
     two.stop()
     try:
@@ -435,7 +435,7 @@ async def test_a_client_that_leaves_does_not_stop_its_update(plane: Plane, rl: h
     await plane.until(applied)
 
 
-async def test_another_update_meanwhile_is_told_to_come_back(
+async def test_a_second_update_gets_a_503_that_says_when_to_try_again(
     plane: Plane, rl: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holds = plane.tmp / "holds"

@@ -119,7 +119,7 @@ async def test_keys_are_changed_without_a_restart(plane: Plane, tmp_path: Path) 
         write_keys(file, {"new": "read"})
         await until(200, http, "new")
         assert (await http.get("/metrics", headers=bearer("old"))).status_code == 401
-        file.write_text("no keys")  # a mistake locks nobody out
+        file.write_text("no keys")  # a mistake locks no caller out
         file.chmod(0o600)
         await asyncio.sleep(listener_keys.RELOAD_S)
         for key in ("new", "own"):

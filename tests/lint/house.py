@@ -27,7 +27,7 @@ ROLES = {
     "__init__", "__main__", "adapter", "args", "base", "config", "cpu_build", "fleet", "holder", "kept_kv", "logits",
     "main", "plugin", "processes", "receiver", "scorer", "seeds", "sender", "streams", "text_form", "wire",
 }  # fmt: skip
-"""A transport, an engine and a dialect are a folder each, whose files have these names: the folder tells them apart."""
+"""A transport, an engine and a dialect are a folder each. Files with these names differ by their folder."""
 
 
 def offences(root: Path) -> list[str]:

@@ -49,7 +49,7 @@ class SimEngine(FakeEngine):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         connected = any(bus.conn.is_connected for bus in self._process.buses)
-        if connected and not self._closed:  # else nobody hears of it, and its streams count as lost
+        if connected and not self._closed:  # else no caller hears of it, and its streams count as lost
             self._world.checks.serving.admitted(self._process, self, request.adapter)
         async for delta in super().generate(request):
             yield delta

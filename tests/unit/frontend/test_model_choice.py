@@ -84,7 +84,7 @@ def test_each_listed_name_means_its_model() -> None:
 
 
 class Beside:
-    """The generation service of a component: its models, and those that it has after a read of the record."""
+    """The generation service of a component: its models, and its models after a read of the record."""
 
     def __init__(self, name: str, models: tuple[str, ...], read: tuple[str, ...] | None = None) -> None:
         self.component, self.committed, self.reads = name, self, 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from rl_plane.fleet.fleet_method import FleetRequest
 from rl_plane.fleet.fleet_methods import FleetMethods
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.sync import SyncRlClient
+from tests.support.without_nats import without_nats
 
 ONLY_ASYNC = {"ask", "ask_frontends", "beside", "lock", "subjects", "view", "watch"}
 """Methods for coordinators and watchers, which need the event loop."""
@@ -77,10 +80,12 @@ def _within(kind: object) -> list[Any]:
     return [found for one in typing.get_args(kind) for found in (one, *_within(one))]
 
 
-def test_each_public_name_is_there_and_sorted() -> None:
-    assert rl_plane.__all__ == sorted(rl_plane.__all__)
+def test_each_public_name_is_there_and_sorted_and_no_other_is() -> None:
+    assert rl_plane.__all__ == sorted(set(rl_plane.__all__))
     for name in rl_plane.__all__:
-        assert getattr(rl_plane, name), name
+        assert getattr(rl_plane, name), name  # some are loaded when they are asked for
+    values = {name for name, value in vars(rl_plane).items() if not inspect.ismodule(value)}
+    assert {name for name in values if not name.startswith("_")} == set(rl_plane.__all__)
 
 
 @pytest.mark.parametrize("statement", ["from rl_plane import WeightPublisher", "import rl_plane.publish"])
@@ -93,3 +98,19 @@ def test_a_publisher_without_its_extra_names_the_extra(statement: str) -> None:
         "fix: pip install 'rl-plane[publish]'"
     )
     assert "During handling" not in done.stderr
+
+
+def test_what_has_the_model_does_without_nats(tmp_path: Path) -> None:
+    """An engine, its transports and the agents in its processes; what speaks NATS says what it lacks."""
+    path = without_nats(tmp_path)
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        )
+
+    model = "worker.engines.base, worker.receive.weight_receiver, worker.receive.rank_agents.agent_server"
+    model += ", rl_plane.transports.filesystem.receiver"
+    assert run(f"import rl_plane, {model}").stderr == ""
+    assert run("from rl_plane import RlClient").stderr.endswith("No module named 'nats'\n")

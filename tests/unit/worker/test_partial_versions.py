@@ -1,4 +1,4 @@
-"""Tests partial versions: tensors that replace those of the copy in host memory, alone and in chains with deltas."""
+"""Tests partial versions: tensors that replace tensors of the copy in host memory, alone and in chains with deltas."""
 
 from __future__ import annotations
 
