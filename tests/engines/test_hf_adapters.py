@@ -708,6 +708,8 @@ async def test_an_overwrite_that_fails_leaves_weights_of_no_version(
 
     with pytest.raises(InvalidWeights, match="cut short"):
         await write_over(engine, broken())
+    with pytest.raises(InvalidWeights, match="missing"):
+        await write_over(engine, iter(list(checkpoint(witnesses[2]))[:3]))
     assert 0 < len((await engine.check_weights("compare"))[0]["mismatches"]) < len(engine.weight_spec())
     await engine.resume()
     result = await one.end()
