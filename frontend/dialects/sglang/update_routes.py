@@ -15,6 +15,7 @@ from frontend.dialects.sglang.sglang_session import (
     SglangUpdateFields,
     Updates,
     kv_policy,
+    part_reply,
 )
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import DialectRequest, Fields, ParsedRequest, SharedRoutes, report_given
@@ -95,12 +96,7 @@ def mount_updates(routes: SharedRoutes, context: DialectContext, updates: Update
                 fix="leave it out, or flattened_bucket",
             )
         report_unused(request, fields)
-        reply = await updates.take_broadcasts(fields, request.digest)
-        if "version" in reply:
-            message = joined(reply, "Succeeded to update parameter online.")
-            return {"success": True, "message": message, "weight_version": reply["version"]["label"]}
-        message = joined(reply, f"{reply['tensors']} tensors are staged, {reply['missing']} are missing")
-        return {"success": True, "message": message}
+        return part_reply(await updates.take_broadcasts(fields, request.digest))
 
     @routes.post("/update_weights_from_disk", DiskFields, "New weights from a directory.", once=True)
     async def from_disk(request: ParsedRequest[DiskFields]) -> Any:
@@ -214,8 +210,8 @@ async def _from_disk(context: DialectContext, request: ParsedRequest[DiskFields]
     body = {
         "transport": {"backend": "filesystem", "path": fields.model_path},
         "policy": {**fields.policy, "keep_pause": fields.keep_pause},
-        **({} if label is None else {"version": label}),
-        **({"step": fields.token_step} if fields.token_step else {}),
+        "version": label,
+        "step": fields.token_step or None,
     }
     try:
         with begun():
