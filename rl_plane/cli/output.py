@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from rl_plane._util import log_format
@@ -93,6 +94,11 @@ def exit_words(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
+
+
+def clock(at: float) -> str:
+    """The time of day on this machine."""
+    return datetime.fromtimestamp(at).strftime("%H:%M:%S")
 
 
 def counted(workers: int) -> str:

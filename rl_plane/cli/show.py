@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rl_plane.cli.output import counted, exit_words, one_line, table
+from rl_plane.cli.output import clock, counted, exit_words, one_line, table
 from rl_plane.commit.running_update import BEFORE_DECISION
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.relay import TRAINER
@@ -152,7 +152,7 @@ def _starting(reply: Reply) -> list[str]:
 
 
 def starting_words(one: Reply) -> str:
-    since = datetime.fromtimestamp(one["since"]).strftime("%H:%M:%S")
+    since = clock(one["since"])
     return (
         f"{one['instance_id']} starts since {since}: {one['engine']} on {one['host']}, pid {one['pid']}: "
         f"{one['phase']}, {one['in_phase_s']:.0f} of {one['elapsed_s']:.0f} s"
