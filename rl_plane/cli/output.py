@@ -105,6 +105,12 @@ def counted(workers: int) -> str:
     return f"{workers} worker{'' if workers == 1 else 's'}"
 
 
+def ids(names: Sequence[str], most: int = 3) -> str:
+    """The first names, then a count of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def say(line: str) -> None:
     print(line, flush=True)
 

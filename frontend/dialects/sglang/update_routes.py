@@ -18,7 +18,14 @@ from frontend.dialects.sglang.sglang_session import (
     part_reply,
 )
 from frontend.server.bodies import MAX_NAMES_BYTES
-from frontend.server.shared_routes import DialectRequest, Fields, ParsedRequest, SharedRoutes, report_given
+from frontend.server.shared_routes import (
+    DialectRequest,
+    Fields,
+    NoFields,
+    ParsedRequest,
+    SharedRoutes,
+    report_given,
+)
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
 from rl_plane.protocol.update_requests import MAX_STEP
 from rl_plane.protocol.validation import Label
@@ -58,13 +65,6 @@ class SglangVersionFields(Fields):
 
     new_version: Label
     abort_all_requests: bool = True
-
-
-class ByNameFields(Fields):
-    """`/get_weights_by_name`"""
-
-    name: str = ""
-    truncate_size: int = 100
 
 
 class CompleteFields(Fields):
@@ -170,8 +170,8 @@ def _mount_two_phases(routes: SharedRoutes, updates: Updates) -> None:
 
 
 def _mount_refused(routes: SharedRoutes) -> None:
-    @routes.any("/get_weights_by_name", ByNameFields, "Refused: engines hold weights fused and sharded.")
-    async def by_name(request: ParsedRequest[ByNameFields]) -> Any:
+    @routes.any("/get_weights_by_name", NoFields, "Refused: engines hold weights fused and sharded.")
+    async def by_name(request: ParsedRequest[NoFields]) -> Any:
         raise Unsupported(
             "engines hold weights fused and sharded, each in its own way, so the fleet has no one value of a tensor",
             field="name",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rl_plane.cli.output import clock
+from rl_plane.cli.output import clock, ids
 
 _CALLER = re.compile(r"(?P<name>[^@\s]+)@(?P<host>[^:\s]+):(?P<pid>\d+)")
 
@@ -52,10 +52,9 @@ def look_at(place: tuple[str, int] | None, what: str, said: str = "") -> str:
     return f"on {host} run `ps -o stat,args -p {pid}`: T is stopped (`kill -CONT {pid}` continues it), no line is dead"
 
 
-def workers_named(ids: Sequence[str]) -> str:
+def workers_named(names: Sequence[str]) -> str:
     """The first two workers, then a count."""
-    more = f" and {len(ids) - 2} more" if len(ids) > 2 else ""
-    return f"worker{'s' if len(ids) > 1 else ''} {', '.join(ids[:2])}{more}"
+    return f"worker{'s' if len(names) > 1 else ''} {ids(names, 2)}"
 
 
 def with_state(begin: str, said: str) -> str:

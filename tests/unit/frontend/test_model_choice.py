@@ -27,7 +27,6 @@ SERVED = [
 @pytest.mark.parametrize(
     ("asked", "component"),
     [
-        (None, "policy"),
         ("policy", "policy"),  # although a model of the judge has this name
         ("reference", "reference"),
         ("policy/tiny", "policy"),
@@ -41,7 +40,7 @@ SERVED = [
         ("policy/none", "policy"),  # its own error lists its models
     ],
 )
-def test_a_model_chooses_its_component(asked: str | None, component: str) -> None:
+def test_a_model_chooses_its_component(asked: str, component: str) -> None:
     assert component_of(asked, SERVED) == component
 
 
