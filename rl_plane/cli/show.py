@@ -321,12 +321,9 @@ def _canary_words(canary: Reply) -> str:
         words += ", no values to compare with" if not failed else ""
     else:
         against = AGAINST.get(canary["against"], canary["against"])
-        words += f", {_canary_numbers(canary)} from {against}"
+        difference, kl = f"{canary['difference']:.2g}", f"{canary['mismatch_kl']:.2g}"
+        words += f", largest difference {difference}, mismatch_kl {kl} from {against}"
     return words + (f"; warning: {canary['warning']}" if canary.get("warning") else "")
-
-
-def _canary_numbers(canary: Reply) -> str:
-    return f"largest difference {canary['difference']:.2g}, mismatch_kl {canary['mismatch_kl']:.2g}"
 
 
 def _canary_cell(canary: Any) -> str | None:

@@ -20,9 +20,6 @@ def mount_skyrl_adapters(routes: SharedRoutes, context: DialectContext) -> None:
     async def load(request: ParsedRequest[AdapterPlaceFields]) -> Any:
         fields = request.fields
         await load_adapter(context, fields.lora_name, fields.lora_path, request.request_id)
-        return {"status": "ok", "lora_name": fields.lora_name, "lora_int_id": adapter_number(fields.lora_name)}
-
-
-def adapter_number(name: str) -> int:
-    """A positive number for an adapter. It stays the same when the adapter is replaced, as in SkyRL's server."""
-    return zlib.crc32(name.encode()) or 1
+        # A positive number, which stays the same when the adapter is replaced, as in SkyRL's server.
+        number = zlib.crc32(fields.lora_name.encode()) or 1
+        return {"status": "ok", "lora_name": fields.lora_name, "lora_int_id": number}

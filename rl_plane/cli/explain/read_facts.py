@@ -76,6 +76,15 @@ def one_component(given: Command) -> dict[str, Any]:
     return {"component": [name]} if name is not None else {}
 
 
+def _ops(op: Callable[..., Part], past: bool) -> dict[str, Part]:
+    """The parts that are ops of the fleet."""
+    return {
+        "state": op("state", min_workers=0),
+        "workers": op("workers", min_workers=0),
+        "updates": op("updates", limit=MAX_UPDATES if past else 1),  # they also show whether the store answers
+    }
+
+
 def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past: bool) -> dict[str, Any]:
     values = given.values
     url, key = values["url"], values["admin_key"]
@@ -84,11 +93,7 @@ def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past
     def op(name: str, **body: Any) -> Part:
         return lambda: call_facade(url, key, name, {**component, **body}, timeout_s)
 
-    parts: dict[str, Part] = {
-        "state": op("state", min_workers=0),
-        "workers": op("workers", min_workers=0),
-        "updates": op("updates", limit=MAX_UPDATES if past else 1),  # they also show whether the store answers
-    }
+    parts = _ops(op, past)
     name = only_component(values)
     if past:
         parts["events"] = lambda: [
@@ -129,12 +134,7 @@ def _over_nats(given: Command, component: dict[str, Any], timeout_s: float, past
         def op(op_name: str, **body: Any) -> Part:
             return lambda: fleet.run(op_name, body, timeout_s=timeout_s)
 
-        parts = {
-            "state": op("state", min_workers=0),
-            "workers": op("workers", min_workers=0),
-            "updates": op("updates", limit=MAX_UPDATES if past else 1),
-        }
-        found, errors = _side_by_side(parts, timeout_s)
+        found, errors = _side_by_side(_ops(op, past), timeout_s)
     facts = _facts(found, errors, f"the fleet {given.values['namespace']}.{name} on NATS")
     if past:
         facts["missing"]["events, departures and running requests"] = {
