@@ -112,16 +112,18 @@ def run_nats(given: Command) -> int:
             f"rl-plane: any host that reaches {values['nats_host']} may use this server: use a private network, "
             "or --keys"
         )
-    server = NatsServer(host=values["nats_host"], port=values["nats_port"], store=values["store"], config=config)
-    try:
-        with ended_by_signals():
+    with ended_by_signals():
+        server = NatsServer(
+            host=values["nats_host"], port=values["nats_port"], store=values["store"], config=config
+        )
+        try:
             server.start()
             url = server.url
             say_ready(values["json"], "nats", f"nats-server is ready: {url}", nats_url=url, pid=server.process.pid)
             code = server.process.wait()
             raise BusUnreachable(f"nats-server ended with exit code {code}", fix="start it again")
-    finally:
-        server.stop()
+        finally:
+            server.stop()
     return 0
 
 

@@ -80,6 +80,7 @@ async def unretried(work: Awaitable[T]) -> T:
 
 
 def refuse_kernel_format(field: str) -> NoReturn:
+    """Raises InvalidRequest. `field`: the field that asks for this format."""
     raise InvalidRequest(
         "weights in an engine's kernel format are not supported here",
         field=field,

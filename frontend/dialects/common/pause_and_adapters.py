@@ -54,6 +54,7 @@ def mount_pause(routes: SharedRoutes, context: DialectContext) -> None:
 
 
 async def pause_fleet(context: DialectContext, request: ParsedRequest[PauseFields]) -> None:
+    """Pauses the fleet as the fields ask for it."""
     mode = request.fields.mode
     body = {"mode": mode, "clear_cache": request.fields.clear_cache and mode != "keep"}
     await context.calls.run("pause", body, request.request_id)
