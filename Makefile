@@ -43,8 +43,8 @@ demo: setup
 # Real processes on a machine that others use too: a test that fails is tried once more, and both outcomes are printed.
 # Beyond so many it is no accident.
 PYTEST := $(BIN)/python -m pytest --durations 40 --reruns 1 --max-suite-reruns 4 --rerun-show-tracebacks
-# Most of what is no engine's waits for somebody: five processes keep two cores busy. Of engines three do, as each needs
-# a core to start and waits then.
+# Most tests without an engine wait for another process: five of them at once keep two cores busy. Three tests of engines
+# do so too, because an engine needs a core to start, and waits then.
 # The files run by name: in order of their counts, the files with few and long tests would come last, one beside idle cores.
 BESIDE := $(PYTEST) --dist loadfile --no-loadscope-reorder
 

@@ -59,7 +59,7 @@ async def serve_http(nats_url: str) -> dict[str, Any]:
             length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
             body = await reader.readexactly(min(length, MAX_BODY_BYTES))
         except asyncio.IncompleteReadError:
-            return  # a connection that nobody used
+            return  # the client has closed an unused connection
         key = str(next(numbers))
         writers[key] = writer
         writer.write(HEAD)

@@ -191,7 +191,7 @@ def main() -> None:
             hashed = placed or "checked" in asked["way"]
             tensors = DigestingStream(delivery, places=find) if hashed else delivery.tensors()
             if "staged" in asked["way"]:
-                staged = dict(host_copies(tensors, delivery.specs, frozenset(), False, lambda: False))
+                staged = dict(host_copies(tensors, delivery.specs, frozenset(), lambda: False))
             else:
                 for _ in tensors:
                     pass

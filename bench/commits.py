@@ -35,7 +35,7 @@ class CommitTimes:
     seconds: dict[str, list[float]]
     """`update`: the whole call. `raw`: the scatter-gathers."""
     excluded: int
-    """Workers that an update went on without, of all rounds: a busy machine."""
+    """The number of workers that updates excluded, in all rounds. They show that the machine was busy."""
 
 
 @dataclass(slots=True)

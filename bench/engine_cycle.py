@@ -1,9 +1,9 @@
 """`python -m bench.engine_cycle [--device cuda] [--gb 4]`: an engine's whole update cycle on one device, without NATS.
 
-One `hf` engine generates a stream of tokens while it takes one model after the other: received, checked and hashed in
-host memory while generation goes on, then paused, swapped and resumed. Every token is checked to be of the weights that
-its span names. Beside the pause stands a copy of as many bytes between two buffers on the device, and one from the
-host: no update from host memory can be faster than that one.
+One `hf` engine generates a stream of tokens while it takes one model after the other. It receives, checks and hashes a
+model in host memory while it generates. Then it pauses, swaps and resumes. The benchmark checks that every token is of
+the weights that its span names. Beside the pause it reports two copies of as many bytes: between two buffers on the
+device, and from the host. No update from host memory can be faster than the copy from the host.
 """
 
 from __future__ import annotations

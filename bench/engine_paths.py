@@ -81,7 +81,7 @@ ours."""
 
 
 async def _ours(engine: EngineAdapter, path: Path) -> tuple[float, float]:
-    """(seconds in all, seconds for which generation was held)"""
+    """Returns the seconds of the whole update, and the seconds for which generation was paused."""
     staging = next(_names)
     start = time.perf_counter()
     reply = await stage(engine, staging, from_files(path))

@@ -98,7 +98,7 @@ async def _publishers(
 
 @asynccontextmanager
 async def _held(manager: Any) -> AsyncIterator[None]:
-    """Generation is held, and a session is open, which SGLang's updates from memory ask for."""
+    """Pauses generation and opens a session until the block ends, because SGLang's updates from memory need both."""
     from sglang.srt.managers.io_struct import (
         BeginWeightUpdateReqInput,
         ContinueGenerationReqInput,

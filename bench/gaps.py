@@ -59,7 +59,7 @@ class GapTimes:
     gaps: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in POLICIES})
     """The longest time between two tokens while the engine is paused, less the usual one just before the update."""
     meanwhile: list[float] = field(default_factory=list)
-    """The slowest step while the weights are staged: the engine goes on, with less of the cores."""
+    """The slowest step while the worker stages the weights. The engine generates meanwhile, with less of the cores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,14 @@
 """`python -m bench.host_memory`: how much host memory an update adds to a worker of vLLM or SGLang, by its ranks.
 
 The worker's process, its host agent and all processes of the engine count, each with its PSS: memory that several
-processes map counts once. Measured beside the state before the first staged update: when the new weights are staged
-beside the served ones; when they are swapped in, and their memory waits for the next update; and when the version is
-kept for deltas and healing. With `--hosts` the ranks are on two nodes of one engine, each measured by itself; both are
-on this machine, so what they share counts half for each.
+processes map counts once. The benchmark compares these moments with the state before the first staged update:
+
+* The new weights are staged beside the served ones.
+* The new weights are swapped in, and their memory waits for the next update.
+* The worker keeps a copy of the version for deltas and healing.
+
+With `--hosts` the ranks are on two nodes of one engine, each measured by itself; both are on this machine, so what they
+share counts half for each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes beside the one that measures: the workers, frontends, and what they are compared with.
+"""The processes that a benchmark measures: the workers, frontends, and what they are compared with.
 
 `python -m bench.peers '{"role": …}'` runs one, and prints one line of JSON when it is ready.
 """

@@ -87,7 +87,9 @@ def _measure_into(
         if not verify:
             return  # deltas find what they change by its digest
         places = some_places(weights)
-        for name in backends:  # one after another: what follows somebody else's version goes whole
+        for (
+            name
+        ) in backends:  # one after another: after the version of another publisher, all of a version is sent
             by = publisher(name, "delta")
             for number in range(-1, rounds):
                 for flat, where in places:

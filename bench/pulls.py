@@ -153,7 +153,7 @@ def receiver(transport: dict[str, Any]) -> None:
         with closing(transports.open(transport, "base")) as delivery:
             tensors = DigestingStream(delivery) if verified else delivery.tensors()
             if staged:
-                dict(host_copies(tensors, delivery.specs, frozenset(), False, lambda: False))
+                dict(host_copies(tensors, delivery.specs, frozenset(), lambda: False))
             else:
                 for _ in tensors:
                     pass

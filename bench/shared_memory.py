@@ -154,7 +154,7 @@ def main() -> None:
         tensors = delivery.tensors() if stream is None else stream
         staged = {}
         if "staged" in asked["way"]:
-            staged = dict(host_copies(tensors, delivery.specs, frozenset(), False, lambda: False))
+            staged = dict(host_copies(tensors, delivery.specs, frozenset(), lambda: False))
         else:
             for _ in tensors:
                 pass

@@ -60,7 +60,7 @@ class StoredTimes:
 
 
 def plain_read(path: Path, place: memoryview | None = None) -> float:
-    """Into `place`, or, as who reads a file does, into memory that nobody has used before."""
+    """Reads a file into `place`, or into new memory as a usual reader does. Returns the seconds."""
     start = time.perf_counter()
     place = np.empty(path.stat().st_size, np.uint8).data if place is None else place
     descriptor = os.open(path, os.O_RDONLY)

@@ -119,13 +119,13 @@ class Streams:
     """The URL of one server, or of several in turn."""
 
     def __init__(self, urls: Sequence[str], processes: Mapping[str, int] | None = None) -> None:
-        """`processes`: names and pids of those whose CPU time is reported."""
+        """`processes`: names and pids of the processes whose CPU time is reported."""
         self._urls = urls
         self._processes = processes or {}
 
     async def run(self, count: int, body: dict[str, Any], tokens: int) -> Round:
-        """`count` streams at once, each of so many tokens. Their connections are there before the clock starts; they
-        are new in each round, as a server closes those that nobody uses for some seconds."""
+        """Runs `count` streams at once, each of so many tokens. It opens their connections before the clock starts.
+        Each round has new connections, because a server closes a connection that is unused for some seconds."""
         requests = [request_of({**body, "prompt": [*body["prompt"], 3 + number]}) for number in range(count)]
         async with _connections(self._urls, count) as connections:
             before = self._cpu_s()

@@ -48,7 +48,7 @@ FEATURES = {
     "pause": Feature(
         "`pause` and `resume`: `keep`, `wait`, `abort`",
         (
-            "test_mixed_fleet::test_streams_go_on_after_a_pause_that_keeps_them",
+            "test_mixed_fleet::test_streams_continue_after_a_keep_pause",
             "test_mixed_fleet::test_a_pause_that_waits_lets_streams_end",
             "test_mixed_fleet::test_a_pause_that_aborts_gives_the_tokens_so_far",
         ),
@@ -71,7 +71,7 @@ FEATURES = {
     ),
     "prepare_update:lora": Feature(
         "LoRA adapters",
-        ("test_mixed_fleet::test_streams_of_an_adapter_that_is_swapped_go_on_by_the_new_one",),
+        ("test_mixed_fleet::test_streams_of_a_swapped_adapter_continue_with_the_new_adapter",),
     ),
     "check_weights": Feature(
         "`check_weights`: checksum, snapshot, compare, reset_tensors",
@@ -79,7 +79,7 @@ FEATURES = {
     ),
     "release_memory": Feature(
         "`release_memory`, `resume_memory`",
-        of_engines("test_what_it_says_of_itself", "test_the_engine_tells_what_it_is"),
+        of_engines("test_what_it_says_of_itself", "test_the_hf_engine_describes_itself"),
         "`sglang`, `vllm`: yes, with `--enable-memory-saver`",
     ),
     "deterministic": Feature(
@@ -90,7 +90,7 @@ FEATURES = {
     ),
     "ranks": Feature(
         "several ranks of tensor parallelism",
-        ("test_two_ranks::test_what_comes_from_files", "test_hf_generation::test_the_engine_tells_what_it_is"),
+        ("test_two_ranks::test_what_comes_from_files", "test_hf_generation::test_the_hf_engine_describes_itself"),
         missing={"hf": "the hf engine has one rank"},
     ),
     "generate:seed": Feature(
@@ -124,7 +124,7 @@ FEATURES = {
         "structured output: a text of a given form",
         (
             "test_structured_output::test_a_text_has_the_form_that_its_request_gives",
-            "test_hf_generation::test_the_engine_tells_what_it_is",
+            "test_hf_generation::test_the_hf_engine_describes_itself",
         ),
     ),
     "parse_tool_calls": Feature(

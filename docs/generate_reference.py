@@ -20,6 +20,8 @@ HEAD = """# Reference
 <!-- Made by docs/generate_reference.py from rl_plane/protocol/fleet_ops.py, rl_plane/protocol/worker_ops.py and
 rl_plane/errors.py. -->
 
+This page lists every op of a fleet and of a worker with its fields, and every error.
+
 ## The fleet's ops
 
 By HTTP at `/v1/rl/…` on port 8002, by one message `{"op": …, "body": {…}}` to `<ns>.<comp>.fleet` on NATS, and
@@ -92,7 +94,7 @@ def reference() -> str:
         parts.append(f"\n### {name}\n\n{_table(model)}")
     parts.append(
         "\n## A worker's ops\n\nOn `<ns>.<comp>.rl` (every worker answers) and `<ns>.<comp>.rl.<instance_id>`. "
-        "Those that change a worker\nneed the fence of the component's lock and its incarnation: call them by "
+        "An op that changes a worker\nneeds the fence of the component's lock and its incarnation: call it by "
         "`RlClient.call` or `call_all`.\n\n| op | changes | time-out | |\n|---|---|---|---|\n"
     )
     for op in OPS.values():

@@ -16,18 +16,19 @@ from typing import Any
 from starlette.applications import Starlette
 
 from frontend.completions.completion_routes import add_generation_routes
+from frontend.completions.component_chooser import ComponentChooser
 from frontend.completions.openai_replies import openai_error
-from frontend.components.component_chooser import ComponentChooser
-from frontend.components.served_component import ServedComponent, start_all, stop_all
 from frontend.dashboard import add_dashboard
 from frontend.dialects import mount_dialects
 from frontend.dialects.common.context import DialectCalls, DialectContext
 from frontend.dialects.common.dynamo_discovery import with_discovery
 from frontend.dialects.common.fleet_as_one import dialect_error
+from frontend.facade.events import FleetEvents
 from frontend.facade.facade_routes import add_facade_routes, add_own_routes
 from frontend.metrics.frontend_metrics import FrontendFacts, FrontendMetrics
 from frontend.pooling.pooling_routes import add_pooling_routes
 from frontend.records.record_writer import RecordWriter
+from frontend.served_component import ServedComponent, start_all, stop_all
 from frontend.server.api import Api
 from frontend.server.listener_keys import KeyFile, Keys
 from frontend.server.listeners import GRACE_S, Certificate, Server, bind, url_of
@@ -156,7 +157,7 @@ class Frontend:
 
     def generation_app(self, options: FrontendOptions, keys: Keys) -> Starlette:
         api = Api("rl_plane: generation", keys, options.allowed_hosts, openai_error)
-        chooser = ComponentChooser(self.components)
+        chooser = ComponentChooser([one.generation for one in self.components])
         add_generation_routes(api, chooser)
         add_pooling_routes(api, chooser.choose)
         return api.app()
@@ -167,15 +168,19 @@ class Frontend:
         own, extend = self.own, None
         if options.dialects:
             # The dialects' clients take this listener for a whole engine, so it generates too: the own component.
-            chooser = ComponentChooser([own])
+            chooser = ComponentChooser([own.generation])
             add_generation_routes(api, chooser, as_engine=True)
             add_pooling_routes(api, chooser.choose)
             calls = DialectCalls(own.calls)
             context = DialectContext(calls, own.view, own.generation, options.part_timeout_s)
             mount_dialects(shared, options.dialects, context)
             extend = functools.partial(with_discovery, context)
-        named = ComponentChooser(self.components).named
-        add_facade_routes(api, own.calls, lambda name: named(name).events, self.metrics, shared, extend)
+        named = ComponentChooser([one.generation for one in self.components]).named
+
+        def events_of(name: str | None) -> FleetEvents:
+            return self.by_name[named(name).component].events
+
+        add_facade_routes(api, own.calls, events_of, self.metrics, shared, extend)
         running = {one.name: one.engines.running for one in self.components}
         add_own_routes(api, own.client.owner, self._about, running)
         shared.mount(api)

@@ -19,7 +19,7 @@
     │   └── EngineDied          503  its process is gone
     ├── Unsupported             501  known, but this engine or build lacks it
     ├── Unavailable             503  not now: try again
-    │   ├── NoWorkers                nobody to ask
+    │   ├── NoWorkers                no worker to ask
     │   ├── Locked                   another update is under way
     │   ├── NotAdmitted              the worker takes no generation now
     │   │   └── WrongNumerics        the worker's new weights failed the numeric canary
@@ -30,7 +30,7 @@
     │   ├── Unlabelled               tokens whose weights are not known to have been the committed ones
     │   ├── StaleWeights             tokens of weights that were replaced a while ago
     │   ├── Stalled                  a stream brought no token for too long
-    │   ├── FrontendEnding           the frontend was told to end before the request did
+    │   ├── FrontendEnding           the frontend had to end before the request did
     │   └── BusUnreachable           NATS does not answer
     └── DeadlineExceeded        504  a bound ran out
 
@@ -108,7 +108,7 @@ class Conflict(PlaneError):
 
 
 class MembershipChanged(Conflict):
-    """The fleet is not the one that the caller named, or that was pinned when the work began."""
+    """The fleet has other members than the caller named, or than it had when the work began."""
 
     code = "membership_changed"
 

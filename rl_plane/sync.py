@@ -31,7 +31,7 @@ from rl_plane.membership.worker_calls import EmptyFleet, FanOut
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S, FLEET_OPS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.protocol.update_requests import PART_TIMEOUT_S, UpdatePolicy
+from rl_plane.protocol.update_requests import PART_TIMEOUT_S, Part, UpdatePolicy
 from rl_plane.protocol.worker_ops import ENGINE_S, OPS, op_named
 
 MARGIN_S = 20.0
@@ -272,28 +272,24 @@ class CallBounds:
         return call_bound_s(op, {**body, "policy": policy})
 
 
-WORKER_OPS = {"enable": "set_admission", "disable": "set_admission"}
-"""The fleet's op → the worker's op, where their names differ."""
-
-
 def call_bound_s(op: str, body: dict[str, Any]) -> float:
     """The longest that a call can take if all is well: the sum of its own waits, in seconds."""
     wait_s = _number(body.get("wait_s"), DEFAULT_WAIT_S) + DEFAULT_LOCK_WAIT_S + MARGIN_S
-    if op in ("update_weights", "prepare_weights_update", "complete_weights_update"):
+    spec = FLEET_OPS.get(op)
+    if spec is None:
+        return wait_s
+    if spec.prepare_waits:
         policy = body.get("policy")
         given = policy if isinstance(policy, dict) else {}
         defaults = UpdatePolicy()
-        taken = 2 if op == "complete_weights_update" else 1  # it also waits for the lock this long
         return (
             wait_s
-            + taken * _number(given.get("prepare_timeout_s"), defaults.prepare_timeout_s)
+            + spec.prepare_waits * _number(given.get("prepare_timeout_s"), defaults.prepare_timeout_s)
             + 2 * _number(given.get("commit_timeout_s"), defaults.commit_timeout_s)
         )
-    if op == "receive_weights_part":
+    if issubclass(spec.own, Part):
         return wait_s + 2 * _number(body.get("timeout_s"), PART_TIMEOUT_S) + ENGINE_S  # a second time for the lock
-    if op not in FLEET_OPS:
-        return wait_s
-    worker_op = WORKER_OPS.get(op, op)
+    worker_op = spec.worker_op or op
     spec_s = op_named(worker_op).timeout_s if worker_op in OPS else 60.0
     return wait_s + spec_s * (1 + LOST_RETRIES)
 

@@ -149,8 +149,8 @@ class Plane:
         return self._server
 
     def model(self, seed: int = 0, **shape: int) -> Path:
-        """A fake model's directory beneath the workers' weight root. One that is as it was made stays: a worker may be
-        loading it."""
+        """A fake model's directory beneath the workers' weight root. An unchanged directory stays, because a worker
+        may be loading it."""
         path = self.tmp / "weights" / f"seed{seed}"
         if self._made.get(seed, ...) != _made_as(path, shape):
             make_fake_model(path, seed, **shape)

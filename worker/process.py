@@ -29,7 +29,7 @@ from rl_plane.protocol.subjects import Subjects, check_instance_id
 from rl_plane.transports.http.allowed import Allowed
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
-from worker.engines.capabilities import CanPool, SpansHosts, with_missing
+from worker.engines.capabilities import CanPool, with_missing
 from worker.engines.common.token_checks import lacking_fields
 from worker.metrics.metrics_listener import MetricsListener, open_metrics_port
 from worker.nodes.facts import node_facts
@@ -38,10 +38,12 @@ from worker.nodes.head_link import HeadLink
 from worker.nodes.node_link import NodeLink, NodePlace
 from worker.nodes.node_process import NodeProcess
 from worker.nodes.node_settings import NodeSettings
+from worker.nodes.spans_hosts import SpansHosts
 from worker.receive.staging import model_digest
 from worker.runtime.engine_args import EngineArguments
 from worker.runtime.engine_loop import EngineLoop
 from worker.runtime.start_notices import StartNotices
+from worker.testing.phase_hooks import with_holds
 from worker.worker import LIVENESS_INTERVAL_S, Worker
 from worker.worker_options import WorkerOptions
 
@@ -328,7 +330,7 @@ async def _digest_of(model: Path, tied: Mapping[str, str], adapters: Iterable[En
 
 
 async def _until_one_dies(adapters: Iterable[EngineAdapter]) -> NoReturn:
-    """Raises EngineDied when an engine dies. The worker's engine watch finds one that hangs."""
+    """Raises EngineDied when an engine dies. It leaves an engine that hangs to the worker's engine watch."""
     while True:
         for adapter in adapters:
             try:
@@ -503,4 +505,5 @@ class WorkerProcess:
             liveness_timeout_s=options.liveness_timeout_s,
             weight_roots=options.weight_roots,
             on_end=self._failed,
+            wrap_handlers=with_holds,
         )

@@ -145,7 +145,7 @@ def _update_under_streams(
             expect(ends[:-1] == [span["start"] for span in made.spans], "spans without a gap", made.spans)
             expect(ends[-1] == len(made.tokens), "spans over all tokens", made.spans)
             scene.say(
-                f"a stream of {model['name'] if model else 'the base'} goes on over the update: {ends[1]} tokens of "
+                f"a stream of {model['name'] if model else 'the base'} continues over the update: {ends[1]} tokens of "
                 f"{before['label']!r}, then {ends[2] - ends[1]} of {after['label']!r}, by {len(made.workers)} worker(s)"
             )
     return after, [(stream.completion, model is not None) for stream, model in streams]

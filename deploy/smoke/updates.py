@@ -1,4 +1,4 @@
-"""Updates of the fleet, and one that is interrupted: a worker is killed from outside, in its middle."""
+"""Updates the fleet. In the middle of one update a script outside kills a worker (deploy/smoke_with_kill.sh)."""
 
 from __future__ import annotations
 

@@ -19,12 +19,11 @@ from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import EngineInfo, EngineOptions, PauseMode
-from worker.engines.common.base_weights import BaseWeights
 from worker.engines.common.request_gate import RequestGate
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.token_checks import check_adapter, check_tokens, refuse_lacking
 from worker.engines.common.weights_in_process import WeightsInProcess
-from worker.receive.weight_holder import TensorStream
+from worker.receive.weight_holder import TensorStream, WeightHolder
 from worker.receive.weight_receiver import Receiver, load_transports
 
 VOCAB_SIZE, MAX_MODEL_LEN = 256, 4096
@@ -35,7 +34,7 @@ FIELDS = (
 LACKS = {f"generate:{field}": "an echo does not choose its tokens" for field in FIELDS.split()}
 
 
-class EchoWeights(BaseWeights):
+class EchoWeights(WeightHolder):
     """The tensors that the engine serves. A `Receiver` stages new ones, or overwrites these."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -53,7 +52,7 @@ class EchoWeights(BaseWeights):
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self.specs
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> dict[str, bytes]:
+    def stage(self, tensors: TensorStream, cancelled: Cancelled) -> dict[str, bytes]:
         staged = {}
         for name, tensor in tensors:
             if cancelled():
@@ -61,9 +60,9 @@ class EchoWeights(BaseWeights):
             staged[name] = bytes(tensor.data)
         return staged
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         self.version = None  # if this fails, the weights are of no version
-        self.load(self.stage(tensors, cast, cancelled), None)
+        self.load(self.stage(tensors, cancelled), None)
 
 
 class EchoEngine(WeightsInProcess):

@@ -27,8 +27,8 @@ MAX_ASKED = 3
 async def ask_any(
     client: RlClient, status: FleetStatus, members: Sequence[Member], op: str, body: dict[str, Any]
 ) -> dict[str, Any]:
-    """The reply of one of the members. Raises the error of the last one that was asked. Open members come first: one
-    that hangs or loads costs the op's whole time-out."""
+    """Returns the reply of one of the members. If all fail, it raises the error of the last member. It asks open
+    members first, because a member that hangs or loads costs the op's whole time-out."""
     admitted = status.admitted()
     shuffled = random.sample(members, len(members))
     shuffled.sort(key=lambda member: member.instance_id not in admitted)

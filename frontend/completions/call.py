@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from frontend.completions.openai_replies import openai_error
 from frontend.completions.plans import Plan
 from frontend.completions.reply_choice import Choice, scores_alone
+from frontend.completions.rollout_record import RolloutRecord
 from frontend.completions.service import Generation
-from frontend.records.rollout_record import RolloutRecord
 from frontend.routing.demands import Demands, at_delivery, oldest_lag, point_of
 from frontend.routing.engine_client import Event
 from frontend.routing.progress import GenerationProgress
@@ -160,8 +160,8 @@ class GenerationCall:
         return model, self._events()
 
     async def _prepared(self) -> str:
-        """Completes the plan, and returns the model as the reply names it. Waits for a first worker, and for one that
-        checks the tools."""
+        """Completes the plan, and returns the model as the reply names it. Waits for a first worker, and for a worker
+        that checks the tools."""
         plan = self._plan
         models = await self._service.models_for(plan.model)
         model = models.name_of(plan.model)
@@ -228,9 +228,9 @@ class GenerationCall:
         return _without_tokens(events) if plan.scores_only else events
 
     async def _merged_events(self, indices: Collection[int]) -> AsyncGenerator[tuple[int, Arrival], None]:
-        """The events of several choices, each of which has a task of its own. Where it may have calls, another task
-        then reads them; if that fails, the other choices end first. A single choice needs neither the tasks nor the
-        queue. Tokens that waited in the queue for a slow reader are held to their demands again."""
+        """Yields the events of several choices, each of which has a task of its own. Where a choice may have calls,
+        another task then reads them; if that fails, the other choices end first. A single choice needs neither the
+        tasks nor the queue. Tokens may wait in the queue for a slow reader, so this checks their demands again."""
         queue: asyncio.Queue[tuple[int, Arrival | Exception | None]] = asyncio.Queue(EVENTS_QUEUE)
 
         async def one(index: int) -> None:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontend.completions.call import GenerationCall, ReplyFormat
+from frontend.completions.component_chooser import ChooseComponent, ComponentChooser
 from frontend.completions.native_bodies import SglangGenerateBody, VllmGenerateBody, plan_sglang, plan_vllm
 from frontend.completions.native_replies import SglangChunks, VllmChunks, sglang_whole, vllm_whole
 from frontend.completions.openai_bodies import ChatBody, CompletionBody
@@ -20,7 +21,6 @@ from frontend.completions.openai_replies import Chunks, openai_error, whole
 from frontend.completions.plans import Plan, plan_chat, plan_completion
 from frontend.completions.reply_models import ChatReply, CompletionReply, ModelList
 from frontend.completions.tokens import DetokenizeBody, TokenizeBody, Tokens
-from frontend.components.component_chooser import ChooseComponent, ComponentChooser
 from frontend.server.api import ANY_KEY, Api, Endpoint, Method, Operation
 from frontend.server.bodies import read_json
 from frontend.server.event_stream import EventStream, unless_gone
@@ -73,7 +73,7 @@ def _generation_endpoint(
         session, caller_id = session_of(request.headers), request.headers.get(CALLER_ID, "")
         if session or caller_id:
             plan = replace(plan, session=session, caller_id=caller_id)
-        generation = (await choose(plan.model)).generation
+        generation = await choose(plan.model)
         call = GenerationCall(generation, plan, reply)
         if plan.stream:
             return EventStream(call.stream(), limits=generation.limits)
@@ -108,7 +108,7 @@ def add_generation_routes(api: Api, components: ComponentChooser, *, as_engine: 
         name = request.query_params.get("component")
         if name is not None and name not in components.names:  # callers without a key learn no names
             raise NotFound("it is not served here", field="component", fix="GET /v1/models lists the components")
-        generation = components.named(name).generation
+        generation = components.named(name)
         generation.check_stays()
         if as_engine or name is not None:
             generation.check_served()

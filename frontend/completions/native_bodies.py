@@ -127,7 +127,7 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
 
 
 def _without_unknown_sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """Drops the sampling parameters that nobody knows, as vLLM's server does."""
+    """Drops unknown sampling parameters, as vLLM's server does."""
     sampling = body.get("sampling_params")
     if not isinstance(sampling, dict):
         return body

@@ -128,7 +128,7 @@ def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
         scored = list(scored_prompt(choice))[plan.scored_from :] if choice.prompt_logprobs else []
         inputs: list[list[Any]] = [[value, token, None] for token, value, _ in scored]
         if inputs:
-            inputs[0][0] = None  # SGLang scores each token but the first one that was asked for
+            inputs[0][0] = None  # SGLang scores each token of the asked range but the first
         meta["input_token_logprobs"] = inputs
         if plan.requests[0].prompt_top_logprobs and scored:
             tops = [[[value, token, None] for token, value in place.tops] for _, _, place in scored[1:]]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from rl_plane.protocol.generation import VersionSpan
-from rl_plane.protocol.worker_ops import Version
+from rl_plane.protocol.versions import VersionReply
 
 
 class ReplyModel(BaseModel):
@@ -26,7 +26,7 @@ class ModelRow(ReplyModel):
     max_model_len: int | None
     component: str
     """The component that serves it."""
-    weight_version: Version | None
+    weight_version: VersionReply | None
     """The committed version of the model or adapter."""
 
 
@@ -44,7 +44,7 @@ class Usage(ReplyModel):
 class ReplyExtension(ReplyModel):
     instance_id: str
     incarnation: str
-    weight_version: Version | None
+    weight_version: VersionReply | None
     """The version that made every token; null if several did, or if it is not known."""
     adapter: dict[str, Any] | None = None
     completion_token_ids: list[Any] | None = None
@@ -75,7 +75,7 @@ class ReplyMessage(ReplyModel):
     role: Literal["assistant"]
     content: str
     tool_calls: list[dict[str, Any]] | None = None
-    """The calls that the text has: those that `tool_choice` has forced, or those that the model made by itself."""
+    """The calls that the text has. `tool_choice` has forced them, or the model has made them by itself."""
 
 
 class ChatChoice(ReplyChoice):

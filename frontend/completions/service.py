@@ -9,14 +9,15 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
+from frontend.completions.any_worker import ask_any
 from frontend.completions.auto_tools import CallReader
 from frontend.completions.caller_ids import CallerIds
+from frontend.completions.model_choice import ComponentModels
 from frontend.completions.plans import Plan
+from frontend.completions.rollout_record import RolloutRecord
 from frontend.completions.served_models import ServedModels, names_of
 from frontend.completions.token_timings import TokenTimings
-from frontend.components.model_choice import ComponentModels
 from frontend.frontend_limits import LIMITS, FrontendLimits
-from frontend.records.rollout_record import RolloutRecord
 from frontend.routing.committed import Committed
 from frontend.routing.engine_client import EngineClient
 from frontend.routing.fleet_status import FleetStatus
@@ -61,7 +62,9 @@ class Generation:
         self._is_leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._client = client
         self._view = view
+        self._status = status
         self._wait_s = wait_s
         self._created = int(time.time())
         self._known: tuple[Snapshot, DecisionRecord | None, ServedModels] | None = None
@@ -101,6 +104,11 @@ class Generation:
         """Raises NotFound or NoWorkers."""
         with self._places(1):
             (await self.models_for(asked)).name_of(asked)
+
+    async def ask_any_worker(self, asked: str | None, op: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Asks a worker that serves the model `asked`. Raises NotFound or NoWorkers."""
+        await self.check_model(asked)
+        return await ask_any(self._client, self._status, self._view.snapshot().members, op, body)
 
     async def models_for(self, asked: str | None) -> ServedModels:
         """The models, as new as a request for `asked` needs them. Waits for a first worker."""

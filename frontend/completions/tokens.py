@@ -8,10 +8,9 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend.completions.any_worker import ask_any
+from frontend.completions.component_chooser import ChooseComponent
 from frontend.completions.messages import STRICT, ChatMessage, TemplateBody, parse_chat
 from frontend.completions.unserved_fields import without_unserved
-from frontend.components.component_chooser import ChooseComponent
 from frontend.server.bodies import read_json
 from frontend.server.replies import json_response
 from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, TokenId
@@ -82,6 +81,5 @@ class Tokens:
 
     async def _ask(self, model: str | None, op: str, body: dict[str, Any]) -> dict[str, Any]:
         """Asks a worker that serves the model. Raises NotFound or NoWorkers."""
-        component = await self._choose(model)
-        await component.generation.check_model(model)
-        return await ask_any(component.client, component.status, component.view.snapshot().members, op, body)
+        generation = await self._choose(model)
+        return await generation.ask_any_worker(model, op, body)

@@ -10,7 +10,7 @@ import { clock, eventWords } from "./words.js";
 
 const BETWEEN_MS = 1000; // at most one look at the fleet in this time
 const POLL_MS = 3000; // loads and tokens change without an event
-const HIDDEN_POLL_MS = 15_000; // while nobody sees the page
+const HIDDEN_POLL_MS = 15_000; // while the page is hidden
 const ABOUT_MS = 10_000;
 const AGAIN_MS = 1000; // until a broken stream connects again
 const PAST_S = 600; // events before the page was opened
@@ -233,7 +233,7 @@ byId("forget").addEventListener("click", () => {
 function onAbort(update) {
   const dialog = byId("confirm");
   const served = facts.state?.version?.label ?? "its version";
-  setText(byId("confirm-text"), `The update ${update.label} (${update.update_id}) ends, and the fleet goes on with ${served}. The trainer's call fails with update_aborted.`);
+  setText(byId("confirm-text"), `The update ${update.label} (${update.update_id}) ends, and the fleet continues with ${served}. The trainer's call fails with update_aborted.`);
   dialog.returnValue = "";
   dialog.onclose = () => {
     if (dialog.returnValue === "abort") abort(update);

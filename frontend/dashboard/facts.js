@@ -36,13 +36,13 @@ export function workerFacts(state, row, registered) {
   return { ...facts, word: "open" };
 }
 
-/** All workers: first those that need a look, then by id. */
+/** All workers: first the workers that need a look, then by id. */
 export function workersInOrder(state, registered) {
   const found = state.workers.map((row) => workerFacts(state, row, registered.get(row.instance_id)));
   return found.sort((a, b) => MOODS[a.word] - MOODS[b.word] || (a.id < b.id ? -1 : 1));
 }
 
-/** `{ready, of}`: the workers that serve the committed version, and those that should. */
+/** `{ready, of}`: the number of workers that serve the committed version, and the number that should. */
 export function readiness(state, workers) {
   const counted = workers.filter((worker) => worker.word !== "skipped");
   const ready = counted.filter((worker) => worker.word === "open" || worker.word === "paused").length;

@@ -65,7 +65,7 @@ export function showWorkers({ workers, rates }, wanted, filter) {
   sync(byId("worker-rows"), rows, rowOf, fillRow);
   setText(byId("workers-title"), `Workers (${workers.length})`);
   setHidden(byId("pager"), pages === 1);
-  setText(byId("page"), `${page * PAGE + 1} to ${page * PAGE + rows.length} of ${found.length}, those that need a look first`);
+  setText(byId("page"), `${page * PAGE + 1} to ${page * PAGE + rows.length} of ${found.length}, workers that need a look first`);
   byId("previous").disabled = page === 0;
   byId("next").disabled = page === pages - 1;
   return page;
@@ -112,7 +112,7 @@ export function showOthers(state) {
     where: [one.engine, one.host && `on ${one.host}`, one.pid && `pid ${one.pid}`].filter(Boolean).join(" "),
     fix: one.back ? "" : afterLeft(one.reason, one.instance_id),
   }));
-  const none = { key: "none", mark: "", id: "", what: "Nobody starts, and nobody has left in the last hour.", where: "", fix: "" };
+  const none = { key: "none", mark: "", id: "", what: "No worker starts, and no worker has left in the last hour.", where: "", fix: "" };
   const items = [...starting, ...left];
   setText(byId("others-title"), items.length ? `Starting (${starting.length}) and left (${left.length})` : "Starting and left");
   sync(byId("other-list"), items.length ? items : [none], ({ mark, id, what, where, fix }) => make(

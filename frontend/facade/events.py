@@ -99,7 +99,7 @@ class FleetEvents:
         """Call it before `FleetStatus.start`, so that no change is missed."""
         earlier = await self.stored.start()
         self._kept.load(earlier)
-        # A worker that left while no frontend ran is told anew when it returns.
+        # Drop workers that left while no frontend ran: if such a worker returns, its admission is an event again.
         there = {member.instance_id for member in self._view.snapshot()}
         self._workers = {key: data for key, data in last_admissions(earlier).items() if key in there}
         state = self._view.subjects.state
@@ -169,7 +169,7 @@ class FleetEvents:
         self._send("op", {"op": op, "who": who, "caller": caller, "asked_by": asked_by, "outcome": outcome})
 
     def _send(self, kind: Kind, data: dict[str, Any]) -> None:
-        """Sends an event to every reader, and keeps it for those that connect later."""
+        """Sends an event to every reader, and keeps it for readers that connect later."""
         event = self._kept.new(kind, data)
         self.stored.add(event)
         if self._listeners:

@@ -21,7 +21,7 @@ from frontend.server.replies import error_body, json_response
 from frontend.server.shared_routes import DialectRequest, Handler, SharedRoutes
 from rl_plane._util.metric_families import CONTENT_TYPE
 from rl_plane.errors import InvalidRequest, NotFound
-from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp, FleetReply
+from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp
 
 PREFIX = "/v1/rl/"
 HEALTH = PREFIX + "health"
@@ -32,7 +32,8 @@ METRICS = "/metrics"
 TAG = "steer"
 
 FindEvents = Callable[[str | None], FleetEvents]
-"""Finds the events of a component, None for the frontend's own. Raises NotFound for one that is not served here."""
+"""Finds the events of a component, None for the frontend's own. Raises NotFound for a component that the frontend does
+not serve."""
 ExtendReply = Callable[[dict[str, Any], str], dict[str, Any]]
 """Adds to the reply of `workers`, for the listener's address as the caller reaches it."""
 
@@ -41,13 +42,13 @@ MAX_DIGITS = 15
 MAX_ID_CHARS = 128
 """The characters of a request's id, and some more."""
 
-REQUESTS_DOC = """The choices that this frontend carries to workers now, at most 1,000, those that wait longest first:
+REQUESTS_DOC = """The choices that this frontend carries to workers now, at most 1,000, the longest wait first:
 
 - `id`: of the reply, with the number of the choice if there are several; `?id=` gives the ids that begin so
 - `component`: the component that makes it; `?component=` gives the choices of one
 - `worker`: the instance id of the worker that has it. Null: it waits for a worker
 - `tries`: the workers that it was sent to so far
-- `tokens`, `max_tokens`: those that have come, and those that were asked for
+- `tokens`, `max_tokens`: the tokens that have come, and the most that the request asks for
 - `version`: `{label, sequence}` of the weights that made the last token. Null: there is no token yet
 - `elapsed_s`, `since_progress_s`: seconds since it began, and since the last token or the move to another worker
 
@@ -55,11 +56,11 @@ REQUESTS_DOC = """The choices that this frontend carries to workers now, at most
 """
 
 EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON), of the frontend's own
-component, or of the one that `?component=` names:
+component, or of the component that `?component=` names:
 
 - `member`: `{change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}`
 - `op`: `{op, who, caller, asked_by, outcome}`, a changing op that this frontend, or a process over NATS, has carried
-  out. `who` is that process, and `caller` the one that asked it; `outcome` is ok, or an error's code
+  out. `who` is that process, and `caller` the process that asked it; `outcome` is ok, or an error's code
 - `update`: `{change: began | prepared | committed | finished | aborted, update_id, label, version, who, caller,
   asked_by, phases?, error?, excluded?, canary?, state?}`. `caller` is the process that asked. `asked_by` is the id of
   its HTTP key, or the public key that a caller over NATS says is its own, with ` (said)`. `phases` has the seconds of
@@ -73,10 +74,11 @@ component, or of the one that `?component=` names:
 
 Each has `at`, Unix seconds. Read `state` after the first bytes, then follow. A comment comes every 15 s.
 
-The frontend keeps the newest 4,096 events of the last hour, also those of the frontends before it. `progress` and `end`
-are not kept and have no id. A reader that connects again with the header `Last-Event-ID` first gets those that it has
-missed; `?since_s=600` first gives those of ten minutes, and `&follow=false` ends the stream after them. The event
-`missed` says that some are not kept any more, or that another frontend that still runs has made them.
+The frontend keeps the newest 4,096 events of the last hour, also those of the frontends before it. It does not keep
+`progress` and `end`, which have no id. A reader that connects again with the header `Last-Event-ID` first gets the
+events that it has missed; `?since_s=600` first gives those of ten minutes, and `&follow=false` ends the stream after
+them. The event `missed` says that the frontend has dropped some events, or that another frontend that still runs has
+made them.
 """
 
 
@@ -111,7 +113,7 @@ def add_facade_routes(
                 _unclaimed(op, calls),
                 summary=op.doc,
                 fields=op.request,
-                reply=FleetReply,
+                reply=op.reply,
                 shape=error_body,
             )
             continue
@@ -126,7 +128,7 @@ def add_facade_routes(
                 bodies=(op.request,),
                 in_query=True,
                 idempotent=op.method == "POST",
-                replies=(FleetReply,),
+                replies=(op.reply,),
                 roles=("admin",) if op.admin else (),
             )
         )

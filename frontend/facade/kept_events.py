@@ -11,7 +11,7 @@ from typing import Any, Literal
 from frontend.server.replies import to_json
 
 KEPT_S = 3600.0
-"""The time for which events are kept: an operator who is called looks within the hour."""
+"""The time in seconds for which a frontend keeps events: an operator who is called looks within the hour."""
 
 Kind = Literal["member", "op", "update", "admission", "end"]
 

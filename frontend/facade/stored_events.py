@@ -47,8 +47,9 @@ class Chunk(BaseModel):
 def earlier_events(chunks: Iterable[tuple[str, Chunk]], before: float) -> list[FleetEvent]:
     """Joins what earlier frontends have stored, oldest first.
 
-    Frontends that run at the same time tell the same events, each by ids of its own. So each moment is told by one
-    frontend alone: backwards from `before`, by the one that has told the latest event.
+    Frontends that run at the same time store the same events, each under ids of its own. So this takes the events of
+    each moment from one frontend alone. Going backwards from `before`, it takes the frontend that has stored the latest
+    event.
 
     Args:
         chunks: Each with the id of its frontend.
@@ -101,7 +102,7 @@ class StoredEvents:
             await self._bus.ensure_bucket(self._bucket)
             entries = await self._bus.list_keys(self._bucket, ">")
         except PlaneError as error:
-            log.warning("events are kept in this process only, so its end loses them: %s", error)
+            log.warning("this process can't store its events, so they are lost when it ends: %s", error)
             return []
         self._writer = asyncio.create_task(self._write_changes(), name="stored events")
         found = [(entry.key.partition(".")[0], decoded(entry, Chunk.model_validate_json)) for entry in entries]

@@ -86,7 +86,7 @@ def _fleet(now: FleetFacts) -> Iterable[Metric]:
     yield counters("rl_plane_workers_left", words, ["reason"], now.left)
     words = "The number of versions by which the last worker is behind the committed one."
     yield gauge("rl_plane_workers_version_lag", words, now.version_lag)
-    words = "Requests in all engines of the fleet: those that run, and those without a token yet."
+    words = "Requests in all engines of the fleet: running requests, and requests without a token yet."
     yield gauges("rl_plane_engine_requests", words, "state", now.engine_requests)
     yield gauge("rl_plane_membership_epoch", "Grows with each join and leave.", now.epoch)
     if now.sequence is not None:

@@ -34,7 +34,7 @@ class FrontendMetrics:
         facts: Reads the facts of the process.
         components: Name → the metrics of the component.
         engines: Reads the engines of the frontend's own component.
-        dialects: Those that are switched on, whose clients read the engines' load by names of their own.
+        dialects: The dialects that are switched on. Their clients read the engines' load by names of their own.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ class LockAndPause:
             self._pause = pause_of(entry)
 
     def held_by(self) -> dict[str, int]:
-        """Kind of holder → 1 for the one that holds the lock, 0 for the others."""
+        """Returns kind of holder → 1 if such a process holds the lock, else 0."""
         found = dict.fromkeys(HOLDERS, 0)
         owner = self.owner()
         if owner == self._bus.name:

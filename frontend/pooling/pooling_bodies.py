@@ -28,7 +28,7 @@ class PoolingBody(DemandFields):
     model_config = STRICT
 
     model: str | None = None
-    """The model. None: the one that the fleet serves."""
+    """The model. None: the model that the fleet serves."""
     user: str | None = None
     request_id: str | None = Field(None, min_length=1, max_length=MAX_ID_CHARS)
     """Checked, and not used: the header X-Request-Id names a request."""

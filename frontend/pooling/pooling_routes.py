@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontend.completions.completion_routes import CALLER_ID, add_generation, session_of
+from frontend.completions.component_chooser import ChooseComponent
 from frontend.completions.served_models import ServedModels
-from frontend.components.component_chooser import ChooseComponent
 from frontend.pooling.pooled_call import PooledCall
 from frontend.pooling.pooling_bodies import ClassifyBody, EmbeddingsBody, PooledReply, ScoreBody, SglangPoolBody
 from frontend.pooling.pooling_plans import PooledPlan, plan_classify, plan_embeddings, plan_encode, plan_score
@@ -50,7 +50,7 @@ def _endpoint(choose: ChooseComponent, make_plan: PlanMaker, prefix: str) -> End
     async def answer(request: Request) -> Response:
         body = await read_json(request)
         model = body.get("model")
-        service = (await choose(model if isinstance(model, str) else None)).generation
+        service = await choose(model if isinstance(model, str) else None)
         service.check_stays()
         pooled = make_plan(body, prefix + uuid.uuid4().hex, await service.models_for(None))
         session, caller_id = session_of(request.headers), request.headers.get(CALLER_ID, "")

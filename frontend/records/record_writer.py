@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from frontend.records.rollout_record import RolloutRecord
+from frontend.completions.rollout_record import RolloutRecord
 from frontend.server.replies import to_json
 from rl_plane._util.limited_log import LimitedLog
 from rl_plane.errors import InvalidRequest
@@ -158,8 +158,8 @@ class RecordWriter:
         self._buffered = 0
         if self._failed_at is None:
             log.warning(
-                "rollout records are lost: %s: %s; fix: make room there. It is tried again every %g s, and "
-                "generation goes on",
+                "rollout records are lost: %s: %s; fix: make room there. The frontend tries again every %g s, and "
+                "generation continues",
                 self._folder,
                 error.strerror or error,
                 RETRY_S,

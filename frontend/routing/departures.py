@@ -73,7 +73,7 @@ class Departures:
         if all(one.info.get("pid") != notice.pid for one in [*known, *([member] if member else [])]):
             info = {"engine": notice.engine, "host": notice.host, "pid": notice.pid}
             process = Member(instance_id, "", "", 0, 0, info)
-            # A worker may end again and again. Only its last end is kept, so other workers keep their place.
+            # A worker may end again and again. Its new end replaces the one before, so other workers keep their place.
             others = [one for one in self._left if (one[0].instance_id, one[2]) != (instance_id, NO_MEMBER)]
             self._left = deque(others, maxlen=KEPT)
             self._left.append((process, time.time(), NO_MEMBER, WHY[NO_MEMBER]))

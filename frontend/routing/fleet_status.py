@@ -205,7 +205,7 @@ class FleetStatus:
         return max(0, committed - min(held, default=committed))
 
     def engine_requests(self) -> dict[str, int]:
-        """The requests that all engines run, and those that wait in them."""
+        """Returns how many requests run in all engines, and how many wait in them."""
         loads = [status.load for _, status in self._of_members() if status is not None]
         return {"running": sum(one.running for one in loads), "waiting": sum(one.waiting for one in loads)}
 

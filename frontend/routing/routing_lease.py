@@ -124,7 +124,7 @@ class FrontendLease:
         asked_at, connection = asyncio.get_running_loop().time(), self._bus.identity
         self._bus.check_connected()
         if self._flushed != connection:
-            await self._bus.flush()  # who is listed can be told
+            await self._bus.flush()  # a listed frontend must receive what coordinators send
             self._flushed = connection
         facts = json.dumps({"name": self._bus.name}).encode()
         await self._bus.put(self._view.subjects.state, self._key, facts, ttl_s=self._limits.lease_key_ttl_s)

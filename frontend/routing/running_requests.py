@@ -67,8 +67,8 @@ class RunningRequests:
 
 
 def listed_requests(running: Mapping[str, RunningRequests], begins: str = "") -> dict[str, Any]:
-    """The choices whose id begins so, those that wait longest first, and the number of all of them. `running`:
-    component → its choices."""
+    """Returns the choices whose id begins with `begins`, and the number of all of them. The choice that has waited
+    longest comes first. `running`: component → its choices."""
     rows = [{**row, "component": name} for name, one in running.items() for row in one.rows()]
     rows = sorted(
         (row for row in rows if row["id"].startswith(begins)), key=lambda row: -float(row["since_progress_s"])

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -102,8 +102,8 @@ class Operation:
     """The query may give the fields of the body too."""
     idempotent: bool = False
     """The route reads `Idempotency-Key`."""
-    replies: tuple[type[BaseModel], ...] = ()
-    """The models of the reply: any one of them. Empty: JSON that no model describes."""
+    replies: tuple[type[object], ...] = ()
+    """The types of the reply, a model or a TypedDict: any one of them. Empty: JSON that no type describes."""
     media_type: str = "application/json"
     errors: tuple[int, ...] = ALL_ERRORS
     needs_key: bool = True
@@ -300,16 +300,16 @@ def _responses(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _any_of(models: tuple[type[BaseModel], ...], schemas: dict[str, Any]) -> dict[str, Any]:
+def _any_of(models: tuple[type[object], ...], schemas: dict[str, Any]) -> dict[str, Any]:
     for model in models:
         schema_of(model, schemas)
     references = [{"$ref": _REFS.format(model=model.__name__)} for model in models]
     return references[0] if len(references) == 1 else {"anyOf": references}
 
 
-def schema_of(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
-    """The model's own schema. Adds it, and what it refers to, to `schemas`. ValueError: one of these names stands for
-    another schema already, and a reference to it would describe the wrong body."""
+def schema_of(model: Any, schemas: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a model or of a TypedDict. Adds it, and what it refers to, to `schemas`. ValueError: one of these
+    names stands for another schema already, and a reference to it would describe the wrong body."""
     own = _own_schema(model)
     inner = own.get("$defs", {})
     own = {name: one for name, one in own.items() if name != "$defs"}
@@ -320,9 +320,9 @@ def schema_of(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]
 
 
 @cache
-def _own_schema(model: type[BaseModel]) -> dict[str, Any]:
+def _own_schema(model: Any) -> dict[str, Any]:
     """Cached, because every route refers to the same few models, and each schema takes milliseconds."""
-    return model.model_json_schema(ref_template=_REFS)
+    return TypeAdapter(model).json_schema(ref_template=_REFS)
 
 
 def _fits_query(schema: dict[str, Any]) -> bool:

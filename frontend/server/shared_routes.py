@@ -91,7 +91,7 @@ class ParsedRequest(DialectRequest, Generic[F]):
 Handler = Callable[[ParsedRequest[F]], Awaitable[Any]]
 Claims = Callable[[DialectRequest], bool]
 Standing = Callable[[], Awaitable[object]]
-"""Names the update that a part belongs to now. None: no update that a part could be told from the next one by."""
+"""Names the update to which a part belongs now. None: nothing distinguishes this update from the next one."""
 
 
 def _parsed(request: DialectRequest, model: type[F]) -> ParsedRequest[F]:
@@ -152,14 +152,14 @@ def report_given(path: str, fields: BaseModel, **reasons: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _PathHandler:
     """One handler of a path."""
 
     handler: Handler[Any]
     tag: str
     summary: str
     fields: type[BaseModel]
-    reply: type[BaseModel] | None
+    reply: type[object] | None
     claims: Claims | None
     once: bool
     standing: Standing | None
@@ -186,7 +186,7 @@ class SharedRoutes:
         """The dialect whose handlers `add` adds now."""
         self._shape = shape
         self._shapes: dict[str, ErrorShape] = {}
-        self._entries: dict[tuple[Method, str], list[_Entry]] = {}
+        self._entries: dict[tuple[Method, str], list[_PathHandler]] = {}
         self._in_flight: InFlight[Any] = InFlight(MAX_IN_FLIGHT, log)
         self._large_bodies = asyncio.Semaphore(MAX_LARGE)
         self._parts: dict[str, _Part] = {}
@@ -200,7 +200,7 @@ class SharedRoutes:
         *,
         summary: str,
         fields: type[F],
-        reply: type[BaseModel] | None = None,
+        reply: type[object] | None = None,
         claims: Claims | None = None,
         once: bool = False,
         standing: Standing | None = None,
@@ -211,11 +211,14 @@ class SharedRoutes:
         """Adds a handler.
 
         `fields`: what the handler reads. /docs shows it, and the log names the fields that it drops.
+        `reply`: the model or the TypedDict of its reply, for /docs.
         `once`: equal calls under way share one answer, and continue when their callers disconnect.
         `standing`, for parts of an update: a part that is sent again after it is done gets its first answer, as long
         as `standing` returns what it returned then.
         `shape`: the shape of the path's errors. `roles`: those of `Operation`, for both methods of the path."""
-        entry = _Entry(handler, self.tag, summary, fields, reply, claims, once, standing, max_body_bytes, roles)
+        entry = _PathHandler(
+            handler, self.tag, summary, fields, reply, claims, once, standing, max_body_bytes, roles
+        )
         for method in methods:
             self._entries.setdefault((method, path), []).append(entry)
         if shape is not None:
@@ -294,7 +297,7 @@ class SharedRoutes:
 
         return answer
 
-    def _entry(self, method: Method, request: DialectRequest) -> _Entry:
+    def _entry(self, method: Method, request: DialectRequest) -> _PathHandler:
         entries = self._entries[method, request.path]
         for entry in sorted(entries, key=lambda each: each.claims is None):
             if entry.claims is None or entry.claims(request):
@@ -305,7 +308,7 @@ class SharedRoutes:
             fix="GET /docs shows what is read",
         )
 
-    async def _once(self, request: ParsedRequest[Any], entry: _Entry) -> Any:
+    async def _once(self, request: ParsedRequest[Any], entry: _PathHandler) -> Any:
         op, content = request.path, json.dumps([request.query, request.digest])
         part = json.dumps([op, content, request.request_id])
         if not self._in_flight.has(op, request.request_id, content):
@@ -316,7 +319,7 @@ class SharedRoutes:
             op, request.request_id, content, lambda: self._run(part, request, entry)
         )
 
-    async def _done(self, key: str, request: DialectRequest, entry: _Entry) -> _Part | None:
+    async def _done(self, key: str, request: DialectRequest, entry: _PathHandler) -> _Part | None:
         """This very part, if it is done and its update continues."""
         if entry.standing is None:
             return None
@@ -335,7 +338,7 @@ class SharedRoutes:
             )
         return None
 
-    async def _run(self, key: str, request: ParsedRequest[Any], entry: _Entry) -> Any:
+    async def _run(self, key: str, request: ParsedRequest[Any], entry: _PathHandler) -> Any:
         answer = await entry.handler(request)
         if entry.standing is not None:
             with contextlib.suppress(PlaneError):  # the part is done even if its update cannot be read

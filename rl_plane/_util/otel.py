@@ -215,7 +215,7 @@ class SpanSender(SpanProcessor):
             self._warned = True
             log.warning(
                 "trace spans are lost: the collector %s does not take them: %.300s; fix: start it, or set "
-                "--otel-endpoint. The fleet goes on",
+                "--otel-endpoint. The fleet continues",
                 self._collector,
                 why,
             )

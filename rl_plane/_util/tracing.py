@@ -73,7 +73,7 @@ class Span:
         return self
 
     def past(self, name: str, began_ns: int, ended_ns: int, **attributes: Value | None) -> None:
-        """Adds a span within this one that has ended already. Both times are Unix nanoseconds."""
+        """Adds a span below this span, for work that has ended already. Both times are Unix nanoseconds."""
 
     def set(self, **attributes: Value | None) -> None:
         """Adds attributes, until the span ends."""

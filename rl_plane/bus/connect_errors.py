@@ -17,7 +17,8 @@ def refusal_of(
     error: Exception, login: Login, subjects: Iterable[str] = ()
 ) -> tuple[str, str, PermissionDenied] | None:
     """Reads what NATS has refused on a connection that stays: `publish` or `subscribe`, the subject, and the error.
-    None: the error is another one. `subjects`: those that it may mean, because nats-py gives it in lower case."""
+    None: the error is another one. nats-py gives the subject in lower case, so `subjects` lists the real subjects, from
+    which this function picks."""
     found = _DENIED.search(str(error))
     if found is None:
         return None
@@ -63,7 +64,7 @@ def why_refused(error: Exception, url: str, login: Login, credentials: NatsCrede
             )
         return _refused(
             f"the server at {url} does not accept the certificate {credentials.cert}",
-            "use one that the server's authority has signed",
+            "use a certificate that the server's authority has signed",
         )
     return None
 

@@ -15,7 +15,8 @@ from rl_plane.protocol.subjects import Entry
 log = logging.getLogger("rl_plane.bus.entries")
 
 REMEMBERED_ENTRIES = 1024
-"""Undecodable entries that were logged. One that is read again after so many others is logged again."""
+"""The number of undecodable entries that a reader remembers, so that it logs each once. After so many others it logs an
+entry again."""
 MAX_REASON_CHARS = 200
 
 Value = TypeVar("Value")

@@ -52,7 +52,7 @@ MAX_RAISES = 100_000
 
 DiedCheck = Callable[[tuple[str, int]], bool]
 Holder = dict[str, str | int]
-"""The lock's value: owner, server_id, client_id, nonce; update_id, if it is held for an update; fence, from the first
+"""The lock's value: owner, server_id, client_id, nonce; update_id, if an update holds the lock; fence, from the first
 renewal on; phase, phase_began_ms and phase_bound_ms, from the first renewal in a phase of an update on."""
 
 _HOLDER_TYPES: dict[str, type] = {
@@ -99,8 +99,8 @@ class HeldLock:
         self._phase: Holder = {}
 
     def note_phase(self, phase: str, bound_s: float | None) -> None:
-        """Notes the phase of the update that the lock is held for. The next renewal tells other processes of it, so
-        that this costs no write. `bound_s`: the longest time that the phase may take from now on."""
+        """Notes the phase of the update that holds the lock. The next renewal tells other processes of it, so that this
+        costs no write. `bound_s`: the longest time that the phase may take from now on."""
         now_ms = int(time.time() * 1000)
         self._phase = {"phase": phase, "phase_began_ms": now_ms}
         if bound_s is not None:
@@ -121,7 +121,8 @@ class HeldLock:
             self.fence = self._revision
 
     async def put(self, key: str, value: bytes, ttl_s: int | None = None) -> int:
-        """Writes a key. The server takes the write only while this lock is held. StaleFence: the lock is lost."""
+        """Writes a key. The server takes the write only while this process has the lock. StaleFence: it has lost the
+        lock."""
         async with self._busy:
             await self._check_ours()
             try:
@@ -229,7 +230,7 @@ async def hold_lock(
     """Acquires the lock, renews it until the block ends, then releases it. Locked: another call holds it for longer
     than `wait_s`.
 
-    `same_wait_s`: the longest wait while the lock is held for this same update."""
+    `same_wait_s`: the longest wait while another process holds the lock for this same update."""
     holder: Holder = {"owner": owner, **_identity(bus), "nonce": _nonce()}
     if update_id:
         holder["update_id"] = update_id
@@ -319,7 +320,7 @@ async def read_holder(bus: Bus, bucket: KeyValueBucket) -> Holder | None:
 
 
 def fence_of(entry: Entry | None) -> tuple[int, bool]:
-    """Returns the newest fence in the lock's entry, and whether the lock is held."""
+    """Returns the newest fence in the lock's entry, and whether a process holds the lock."""
     if entry is None:
         return 0, False
     holder = holder_of(entry)

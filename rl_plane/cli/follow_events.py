@@ -22,7 +22,7 @@ def commands() -> list[click.Command]:
     doc = """Show what has happened to the fleet: updates, workers, changes by operators.
 
     A frontend keeps the newest 4,096 events of the last hour, also those of the frontends before it. The command ends
-    after them. With --follow it goes on until Ctrl-C, and connects again when the frontend restarts."""
+    after them. With --follow it waits for more events until Ctrl-C, and connects again when the frontend restarts."""
     return [command("events", doc, run_events, ("since_s", "follow", "components", "url", "admin_key", "json"))]
 
 

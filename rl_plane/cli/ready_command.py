@@ -132,7 +132,7 @@ def _events(given: Command, ended: threading.Event) -> queue.Queue[None]:
 
 
 def _wait(happens: queue.Queue[None], bound_s: float) -> None:
-    """Waits for the next event, and takes those that came with it."""
+    """Waits for the next event, and takes all further events that have come by then."""
     try:
         happens.get(timeout=bound_s)
         while True:

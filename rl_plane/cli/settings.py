@@ -280,7 +280,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "since_s", "Show the events of so much time: 600, 90s, 10m, 1h.", types.DURATION, 600, flag="--since"
         ),
-        Setting("follow", "Go on, until Ctrl-C.", bool, False),
+        Setting("follow", "Wait for more events, until Ctrl-C.", bool, False),
         Setting(
             "wait_s",
             "Wait so long for readiness: 600, 90s, 10m, 1h.",

@@ -60,7 +60,7 @@ LEFT_COLUMNS = {
     "WHY": "why",
 }
 SHOWN_BEHIND = 5
-"""The workers that `state` lists for the update that runs: those that are furthest behind."""
+"""The number of workers that `state` lists for the update that runs. It lists the workers that are furthest behind."""
 AGAINST = {
     "trainer": "the trainer's values",
     "reference": "the values that this version had before",
@@ -137,12 +137,14 @@ def _gone(reply: Reply) -> list[str]:
 
 
 def absent(reply: Reply) -> list[str]:
-    """The workers that start, and those that have left: lines for `state`, and beside the error of an empty fleet."""
+    """Returns lines for the workers that start and the workers that have left. `state` shows them, also beside the
+    error of an empty fleet."""
     return [*_starting(reply), *_gone(reply)]
 
 
 def _starting(reply: Reply) -> list[str]:
-    """One line for each worker that loads its engine: those that have taken the longest."""
+    """Returns one line for each worker that loads its engine. It shows the SHOWN_STARTING slowest workers, and counts
+    the others."""
     components: Mapping[str, Reply] = reply.get("components") or {"": reply}
     found = [one for head in components.values() for one in head.get("starting") or ()]
     lines = [one_line(starting_words(one)) for one in found[:SHOWN_STARTING]]
@@ -179,7 +181,7 @@ def _ago(seconds: float) -> str:
 
 
 def _running(reply: Reply) -> list[str]:
-    """The update that runs: how far it is, what it waits for, and who has asked for it."""
+    """Returns lines for the update that runs: how far it is, what it waits for, and which process asked for it."""
     components: Mapping[str, Reply] = reply.get("components") or {"": reply}
     lines = []
     for name, head in components.items():

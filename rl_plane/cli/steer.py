@@ -23,7 +23,7 @@ from rl_plane.cli.show import absent, show
 from rl_plane.cli.wait_display import STATE_BODY, STATE_S, TICK_S, ReadState, seconds_shown
 from rl_plane.errors import DeadlineExceeded, NoWorkers, PermissionDenied
 from rl_plane.fleet.http_client import call_facade
-from rl_plane.protocol.fleet_ops import FLEET_OPS
+from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import UpdatePolicy
@@ -41,8 +41,8 @@ ABORT_S = 60.0
 UPDATE_MARGIN_S = 60.0
 """Seconds beside receiving and committing: waits for the fleet, for the lock, and for workers that died."""
 
-SHOWN = frozenset({"update_weights", "new_run", "complete_weights_update", "publish"})
-"""The calls that show the running update while they wait."""
+SHOWN = frozenset({"publish", *(op.name for op in FLEET_OPS.values() if op.commits)})
+"""The calls that show the running update while they wait. `publish` is a command of several calls, and no op."""
 
 SELECT = ("components", "select_workers")
 REACH = ("url", "admin_key", "nats_url", *NATS_FILES, "namespace", "timeout_s", "json")
@@ -116,7 +116,7 @@ def _command(name: str, doc: str, op: str, settings: tuple[str, ...], *arguments
     def handler(given: Command) -> int:
         body, bound_s = body_of(op, given)
         try:
-            reply = ask("update_weights" if op == "rollback" else op, body, bound_s, given)
+            reply = ask(_row(op).name, body, bound_s, given)
         except NoWorkers as error:
             if op in ("state", "workers") and not given.values["json"]:
                 for line in absent(error.facts):
@@ -131,6 +131,11 @@ def _command(name: str, doc: str, op: str, settings: tuple[str, ...], *arguments
     return command(name, doc, handler, settings, *arguments)
 
 
+def _row(op: str) -> FleetOp:
+    """The op that a command carries out. `rollback` is an update to an earlier version."""
+    return FLEET_OPS["update_weights" if op == "rollback" else op]
+
+
 def body_of(op: str, given: Command) -> tuple[dict[str, Any], float]:
     """The call's body, and the seconds that its answer may take."""
     values, timeout_s = given.values, given.values["timeout_s"]
@@ -141,7 +146,7 @@ def body_of(op: str, given: Command) -> tuple[dict[str, Any], float]:
         body["workers"] = list(values["select_workers"])
     if op == "updates":
         body["limit"] = values["limit"]
-    if op in ("state", "workers", "updates"):
+    if _row(op).method == "GET":
         return body, timeout_s or READ_S
     if op == "pause":
         body |= {"mode": values["mode"], "lease_s": values["lease_s"]}
@@ -149,7 +154,7 @@ def body_of(op: str, given: Command) -> tuple[dict[str, Any], float]:
             body["clear_cache"] = values["clear_cache"]
     elif op == "check_weights":
         body["action"] = values["action"]
-    elif op in ("enable", "disable"):
+    elif _row(op).worker_in_path:
         body["workers"] = list(dict.fromkeys(values["ids"]))
     elif op in ("abort_weights_update", "complete_weights_update"):
         if values["update_id"] is not None:
@@ -248,7 +253,7 @@ def ask(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[s
     def call(part: dict[str, Any]) -> dict[str, Any]:
         return call_facade(values["url"], values["admin_key"], op, part, bound_s, request_id)
 
-    if op not in ("enable", "disable"):
+    if not FLEET_OPS[op].worker_in_path:
         return waiting(op, lambda: call(body), bound_s, given)
     replies = [waiting(op, partial(call, {**body, "workers": [one]}), bound_s, given) for one in body["workers"]]
     rows = [row for reply in replies for row in reply["workers"]]

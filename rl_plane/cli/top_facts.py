@@ -102,7 +102,7 @@ def seconds_left(state: Reply) -> float | None:
 
 
 def in_order(state: Reply) -> list[Reply]:
-    """The workers: first those that need a look, then by instance id."""
+    """Returns the workers in the order of the screen: first the workers that need a look, then by instance id."""
 
     def looks_well(row: Reply) -> bool:
         return row.get("status") == "ok" and bool(row["admission"]["open"]) and not version_lag(state, row)

@@ -1,4 +1,4 @@
-"""Shows on stderr how a call goes on that takes long: live at a terminal, else one line now and then."""
+"""Shows the progress of a long call on stderr: live at a terminal, else one line now and then."""
 
 from __future__ import annotations
 

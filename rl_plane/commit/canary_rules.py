@@ -112,11 +112,11 @@ class Settlement:
     record: CanaryRecord
     """For the decision record of this version, unless the action is `rollback`."""
     warning: str = ""
-    """Why the version is served although every worker failed (`warn`), or why the version before can't come back.
-    Empty: neither is so."""
+    """Why the fleet serves the version although every worker failed (`warn`), or why it can't return to the version
+    before. Empty: neither is so."""
 
     def summary(self) -> dict[str, Any]:
-        """The part of an update's answer for all workers together: the worst values among those that were compared."""
+        """Returns what an update's answer says of all workers together: the worst values that were compared."""
         compared = [verdict for verdict in self.verdicts.values() if verdict.difference is not None]
         served = [verdict for worker, verdict in self.verdicts.items() if worker not in self.excluded]
         worst = max(

@@ -64,8 +64,8 @@ def canary_of(
     limits: CanaryLimits | None,
     history: CanaryHistory,
 ) -> CanaryRecord | None:
-    """The canary of the version that was prepared: the request's, else the one that a worker has found beside the
-    checkpoint, else sequences that follow from the vocabulary."""
+    """Returns the canary of the version that was prepared: the request's canary, else the canary that a worker has
+    found beside the checkpoint, else sequences that follow from the vocabulary."""
     if isinstance(body.target, LoraTarget):
         return base.canary  # the base weights stay as they are
     if body.policy.canary == "off" or limits is None:
@@ -123,7 +123,7 @@ def _with_verdict(reply: WorkerReply, settlement: Settlement) -> WorkerReply:
 
 
 def goes_back(record: DecisionRecord, settlement: Settlement | None) -> bool:
-    """Reports whether the version before comes back."""
+    """Reports whether the fleet returns to the version before `record`."""
     return settlement is not None and settlement.action == "rollback" and record.fallback is not None
 
 

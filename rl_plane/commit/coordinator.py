@@ -269,7 +269,7 @@ class Coordinator:
             if not asking.done():
                 await asyncio.wait((asking, stopping), timeout=STOP_S)
             if asking.done():
-                for reply in asking.result():  # those that are silent until the time-out were not heard
+                for reply in asking.result():  # also a row for each worker that was silent until the time-out
                     replies.setdefault(reply.instance_id, reply)
         finally:
             await end_tasks((asking, stopping, losing))
@@ -315,7 +315,7 @@ class Coordinator:
         return _members(fleet), [*still, *more]
 
     async def _announce_to_frontends(self, body: dict[str, Any], timeout_s: float) -> list[str]:
-        """Sends the record to the frontends, and returns those that have not acknowledged it."""
+        """Sends the record to the frontends, and returns the frontends that have not acknowledged it."""
         replies = await self._calls.ask_frontends(
             self._view, "follow_record", body, timeout_s, fence=self._held.fence
         )

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict
 
@@ -33,11 +33,12 @@ from rl_plane.protocol.record import DecisionRecord, UpdateSession
 from rl_plane.protocol.relay import SourceUse, largest
 from rl_plane.protocol.stored import Stored
 from rl_plane.protocol.subjects import HISTORY_PREFIX, KeyValueBucket
-from rl_plane.protocol.update_requests import without_secret
+from rl_plane.protocol.update_requests import PUSHED, UpdateWeights, without_secret
 from rl_plane.protocol.versions import WeightVersion
 
 KEEP = 256
-"""Entries that are kept: a day of steps of five minutes. With 1,024 workers they take about 20 MB in the store."""
+"""The number of entries that the store keeps: a day of steps of five minutes. With 1,024 workers they take about 20 MB
+in the store."""
 MAX_ENTRY_BYTES = 512_000
 """Half of what a NATS message carries. An entry above it (with some 5,000 workers) lists only the failed workers."""
 MAX_FACTS_BYTES = 8_000
@@ -114,12 +115,31 @@ class UpdateEntry(Stored):
     `short_sources`."""
     num_buckets: int | None = None
     """The number of buckets that were pushed. None: the workers fetched the weights."""
-    step: int | None = None
-    """The trainer's step, from its request."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of `update_requests.SHOWN_AS_ASKED`, such as `step`. `to_wire` puts them beside the entry's own."""
     min_ready: int = 1
     """The policy's value, for a `complete` that is repeated after the session has ended."""
     request: str = ""
     """A hash of the request. A different request under the same id is a mistake. Empty: not known."""
+
+    @classmethod
+    def of(cls, update_id: str, body: UpdateWeights) -> Self:
+        """The entry of an update that begins now."""
+        transport = body.transport.model_dump() if body.transport is not None else None
+        return cls(
+            update_id,
+            body.version or "",
+            "running",
+            target=body.target.model_dump(),
+            transport=_without_manifest(transport),
+            digest=body.digest,
+            cast=body.cast,
+            encoding=body.encoding,
+            base=body.base,
+            num_buckets=_pushed_buckets(transport),
+            min_ready=body.policy.min_ready,
+            asked=body.shown_as_asked(),
+        )
 
     @property
     def final(self) -> bool:
@@ -146,9 +166,10 @@ class UpdateEntry(Stored):
         wire = self._fields()
         if self.transport is not None:
             wire["transport"] = without_secret(self.transport)
-        del wire["request"], wire["before"], wire["min_ready"]
+        del wire["request"], wire["before"], wire["min_ready"], wire["asked"]
         always = ("version", "transport", "ended_at")
-        return {key: value for key, value in wire.items() if value is not None or key in always}
+        own = {key: value for key, value in wire.items() if value is not None or key in always}
+        return {**self.asked, **own}
 
     def replies(self) -> list[dict[str, Any]]:
         """The workers in the form of an update's reply."""
@@ -170,8 +191,10 @@ class UpdateEntry(Stored):
         return self.outcome == "committed" and (self.error or {}).get("code") == CanaryFailed.code
 
     def first_error(self) -> PlaneError:
-        """The error that answers a repeated call: the first answer of an aborted update, or of one that too few workers
-        serve. If the outcome was not reported, the error says that it can't be reported any more."""
+        """Returns the error that answers a repeated call.
+
+        If the update was aborted, or too few workers serve its version, that is the error of the first answer. If the
+        outcome was not reported, the error says that it can't be reported any more."""
         if self.outcome_unreported:
             return Conflict(
                 f"{self.label} was committed, and another version since; it is not known how many workers served it",
@@ -193,6 +216,32 @@ def short_sources(sources: Mapping[str, Sequence[SourceUse]]) -> dict[str, list[
 
 def history_key(update_id: str) -> str:
     return HISTORY_PREFIX + hashlib.blake2b(update_id.encode(), digest_size=8).hexdigest()
+
+
+def _without_manifest(transport: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The transport without its manifest, which is long. The record has it, if workers can fetch by it."""
+    if transport is None:
+        return None
+    kept = {key: value for key, value in transport.items() if key != "manifest"}
+    if isinstance(shares := kept.get("shares"), list):
+        kept["shares"] = [_without_manifest(one) if isinstance(one, Mapping) else one for one in shares]
+    return kept
+
+
+def _pushed_buckets(transport: Mapping[str, Any] | None) -> int | None:
+    """The number of buckets that the workers listen for. None: nothing is pushed, or the field is missing or wrong."""
+    if transport is None or transport.get("backend") not in PUSHED:
+        return None
+    if isinstance(shares := transport.get("shares"), list):  # of the ranks of a trainer
+        counts = [
+            _pushed_buckets({**one, "backend": transport["backend"]}) if isinstance(one, Mapping) else None
+            for one in shares
+        ]
+        return None if None in counts else sum(count for count in counts if count is not None)
+    manifest, count = transport.get("manifest"), transport.get("num_buckets")
+    if isinstance(manifest, Mapping) and isinstance(manifest.get("buckets"), list):
+        count = len(manifest["buckets"])
+    return count if type(count) is int else None
 
 
 def request_hash(body: Mapping[str, Any]) -> str:
@@ -273,8 +322,8 @@ def evaluate_entry(
     session: UpdateSession | None,
     holder: str | None,
 ) -> UpdateEntry:
-    """The entry with the outcome that follows from the record, the session, and `holder`: the update that the lock is
-    held for. A committed entry stays as it is, unless the canary took the update back afterwards."""
+    """Returns the entry with the outcome that follows from the record, the session, and `holder`, the update that holds
+    the lock. A committed entry stays as it is, unless the canary took the update back afterwards."""
     if record is not None and record.update_id == entry.update_id and not is_told_by(record, entry):
         return entry if entry.outcome == "committed" and record.missed is None else from_record(record, entry)
     if entry.final:

@@ -39,7 +39,7 @@ from rl_plane.errors import (
 from rl_plane.protocol.record import DecisionRecord
 from rl_plane.protocol.relay import SourceUse
 from rl_plane.protocol.subjects import HISTORY_PREFIX, KeyValueBucket
-from rl_plane.protocol.update_requests import PUSHED
+from rl_plane.protocol.update_requests import UpdateWeights
 
 log = logging.getLogger("rl_plane.commit.journal")
 
@@ -54,14 +54,16 @@ class Journal:
         held: HeldLock,
         who: str,
         update_id: str,
-        body: Mapping[str, Any],
+        body: UpdateWeights | None,
+        label: str = "",
         request: str = "",
         rollback: Mapping[str, Any] | None = None,
         asked_by: str = "",
         caller: str = "",
         called_at: float | None = None,
     ) -> None:
-        """`body`: the update's body. `request`: the hash of the request, which for a roll-back is another body.
+        """`body`: the update's body. None: a new run, or an update whose body no store has any more. `label`: the
+        label of a version without a body. `request`: the hash of the request, which for a roll-back is another body.
         `asked_by`: whose key asked, as `UpdateEntry` has it. `caller`: the caller's process or address. `called_at`:
         monotonic seconds at which the call came. None: now."""
         self._called_at = time.monotonic() if called_at is None else called_at
@@ -69,25 +71,8 @@ class Journal:
         self._state = state
         self._held = held
         self._begun = False
-        self._entry = UpdateEntry(
-            update_id,
-            str(body.get("version") or ""),
-            "running",
-            who,
-            asked_by=asked_by,
-            caller=caller,
-            target=body.get("target"),
-            transport=_without_manifest(body.get("transport")),
-            digest=body.get("digest"),
-            cast=bool(body.get("cast")),
-            encoding=str(body.get("encoding") or "full"),
-            base=body.get("base"),
-            rollback=rollback,
-            num_buckets=pushed_buckets(body.get("transport")),
-            step=body.get("step"),
-            min_ready=(body.get("policy") or {}).get("min_ready", 1),
-            request=request,
-        )
+        begun = UpdateEntry(update_id, label, "running") if body is None else UpdateEntry.of(update_id, body)
+        self._entry = replace(begun, who=who, asked_by=asked_by, caller=caller, rollback=rollback, request=request)
 
     @property
     def entry(self) -> UpdateEntry:
@@ -140,7 +125,7 @@ class Journal:
         return f"update {self._entry.update_id} ({self._entry.label})"
 
     def _facts(self) -> tuple[str, str]:
-        """The transport, and who has asked."""
+        """Returns the transport, and the process and the key that asked for the update."""
         entry = self._entry
         backend = (entry.transport or {}).get("backend")
         key = f" with the key {entry.asked_by}" if entry.asked_by else ""
@@ -344,32 +329,6 @@ def _serving(error: PlaneError) -> dict[str, dict[str, Any]]:
         }
         for key in sorted({*every, *serving})
     }
-
-
-def _without_manifest(transport: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The transport without its manifest, which is long. The record has it, if workers can fetch by it."""
-    if transport is None:
-        return None
-    kept = {key: value for key, value in transport.items() if key != "manifest"}
-    if isinstance(shares := kept.get("shares"), list):
-        kept["shares"] = [_without_manifest(one) if isinstance(one, Mapping) else one for one in shares]
-    return kept
-
-
-def pushed_buckets(transport: Mapping[str, Any] | None) -> int | None:
-    """The number of buckets that the workers listen for. None: nothing is pushed, or the field is missing or wrong."""
-    if transport is None or transport.get("backend") not in PUSHED:
-        return None
-    if isinstance(shares := transport.get("shares"), list):  # of the ranks of a trainer
-        counts = [
-            pushed_buckets({**one, "backend": transport["backend"]}) if isinstance(one, Mapping) else None
-            for one in shares
-        ]
-        return None if None in counts else sum(count for count in counts if count is not None)
-    manifest, count = transport.get("manifest"), transport.get("num_buckets")
-    if isinstance(manifest, Mapping) and isinstance(manifest.get("buckets"), list):
-        count = len(manifest["buckets"])
-    return count if type(count) is int else None
 
 
 def _outcomes(replies: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

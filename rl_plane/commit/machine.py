@@ -69,8 +69,8 @@ from rl_plane.protocol.update_requests import UpdatePolicy
 
 SCORE_RETRY_S = 1.0
 SCORE_TRIES = 60
-"""The seconds between two questions to a worker that fetches the version by itself for its scores, and the most such
-questions. The commit's own time-out ends it earlier."""
+"""While the verdict lacks a worker's scores, the update asks that worker again every SCORE_RETRY_S seconds, at most
+SCORE_TRIES times. The commit's own time-out may end these questions earlier."""
 
 
 class UpdateMachine:
@@ -200,7 +200,8 @@ def carry_out(
 def swap_all(
     state: CommandState, decided: Written, ready: Members, policy: UpdatePolicy
 ) -> Generator[Instruction, Any, Sequence[WorkerReply]]:
-    """The strict barrier: no worker opens before every member has closed, and then swapped or been excluded."""
+    """Commits a version under the strict barrier. First every member closes. Then each member swaps, or is excluded.
+    Only then may any worker open."""
     record = decided.record
     acks: RecordAcks = yield Announce("gate", record, decided.sequence, policy.gate_timeout_s)
     shut = {reply.instance_id for reply in acks.replies if reply.ok}
@@ -228,8 +229,8 @@ def swap_all(
 def go_back(
     state: CommandState, record: DecisionRecord, policy: UpdatePolicy
 ) -> Generator[Instruction, Any, tuple[DecisionRecord, Sequence[WorkerReply]]]:
-    """Brings the version before `record` back, because every worker has failed the canary. It is a decision like any
-    other, and each worker fetches its weights by itself."""
+    """Returns the fleet to the version before `record`, because every worker has failed the canary. The coordinator
+    decides this as it decides an update. Then each worker fetches the weights by itself."""
     assert state.settlement is not None
     back = record_back(record, state.settlement, state.now)
     decided = yield from decide(back)

@@ -12,7 +12,7 @@ from rl_plane.protocol.record import VersionSource
 from rl_plane.protocol.versions import WeightVersion
 
 SHOWN_VERSIONS = 20
-"""Versions that an error lists, of those that a roll-back could name."""
+"""The most versions that an error lists as targets of a roll-back. It lists at most as many model directories."""
 
 
 def rollback_target(

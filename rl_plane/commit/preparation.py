@@ -33,8 +33,9 @@ Plans = Mapping[str, Sequence[RelayPlan]]
 """Worker → the relay plan of each host of its engine, by node rank."""
 
 STOP_S = 3.0
-"""The longest wait in seconds for workers that are told to stop. A receive checks at least once a second whether it is
-cancelled, and the membership reports a death sooner. The caller's answer does not wait for a worker that is slower."""
+"""The longest wait in seconds for workers that the coordinator tells to stop. A receive checks at least once a second
+whether it is cancelled, and the membership reports a death sooner. The caller's answer does not wait for a slower
+worker."""
 
 
 def end_other_session(

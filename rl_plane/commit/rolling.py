@@ -56,8 +56,8 @@ def roll(
 
 
 def end_roll(record: DecisionRecord) -> Generator[Instruction, Any, None]:
-    """Ends the roll in the record, after NATS was lost. A worker that waits for its turn waits as long as the lock is
-    held, so for this call. When the roll has ended the worker swaps by itself."""
+    """Ends the roll in the record, after NATS was lost. A worker waits for its turn as long as this call holds the
+    lock. When the roll has ended the worker swaps by itself."""
     for _ in range(END_ROLL_TRIES):
         try:
             yield Write("open", record.opened())

@@ -168,7 +168,7 @@ def evaluate_prepare(
         raise prepare_error(blocking or failed, len(replies), in_place=policy.staging == "none")
     if able < policy.min_ready:
         raise too_few(able, policy)
-    assert len(ready) == able, "workers are told to stop only if one of these errors is certain"
+    assert len(ready) == able, "the coordinator stops workers only if one of these errors is certain"
     digest = next(iter(digests))
     if stated_digest is not None and digest != stated_digest:
         algorithm = algorithm_of(stated_digest)
@@ -205,7 +205,7 @@ def evaluate_listening(replies: Sequence[WorkerReply]) -> Prepared:
 
 
 def _failed(replies: Sequence[WorkerReply]) -> list[WorkerReply]:
-    """The replies of workers that failed, without those that were told to stop because of them."""
+    """Returns the replies of workers that failed by themselves. It leaves out workers that the coordinator stopped."""
     return [reply for reply in replies if not (reply.ok or reply.stopped)]
 
 
@@ -279,23 +279,23 @@ def still_there(ready: Members, now: Members) -> dict[str, str]:
 
 
 def serves(reply: WorkerReply, record: DecisionRecord) -> bool:
-    """Reports by a worker's `state` whether it computes with exactly the committed weights and may take requests.
+    """Reads from a worker's `state` whether it computes with exactly the committed weights and may take requests.
 
-    It may be closed for reasons that have nothing to do with the weights, by an operator or a released KV memory."""
+    A worker that is closed only for reasons in CLOSED_BY_CHOICE counts as serving, because its weights are right."""
     return _holds(reply, record) and all(
         reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in reply.body["admission"]["reasons"]
     )
 
 
 def gave_up(reply: WorkerReply, record: DecisionRecord) -> bool:
-    """Reports by a worker's `state` whether the committed weights have failed the canary there, and the worker does not
+    """Reads from a worker's `state` whether the committed weights have failed the canary there, and the worker does not
     fetch them again."""
     canary = reply.body.get("canary")
     return _holds(reply, record) and bool(canary and canary["gave_up"])
 
 
 def _holds(reply: WorkerReply, record: DecisionRecord) -> bool:
-    """Reports by a worker's `state` whether its engine is alive and has exactly the committed weights."""
+    """Reads from a worker's `state` whether its engine is alive and has exactly the committed weights."""
     version = reply.body.get("version")
     return bool(
         reply.ok

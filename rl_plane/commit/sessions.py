@@ -217,7 +217,7 @@ def _is_decided(state: CommandState, session: UpdateSession | None, base: Decisi
 
 
 def _expected(state: CommandState, session: UpdateSession | None) -> UpdateSession:
-    """The prepared update, if it is the one that the command names."""
+    """Returns the prepared update, if the command names it."""
     update_id = state.command.update_id
     if session is None or update_id not in ("", session.update_id):
         raise UpdateAborted(

@@ -33,7 +33,7 @@ Phase = Literal[
     "begin",  # begin the entry in the history
     "prepare",  # stage and verify on every worker
     "receive",  # receive tensors that the trainer sends now
-    "recheck",  # compare the fleet with the one that the caller pinned
+    "recheck",  # compare the fleet with the fleet that the caller pinned
     "abort",  # drop what is staged
     "session",  # save the session, or end it
     "decide",  # write the record: from here on the version is committed

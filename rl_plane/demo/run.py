@@ -23,15 +23,17 @@ from rl_plane.demo.table import LiveTable
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError
 
 DEADLINE_S = 225.0
-"""The whole run takes a minute or two; with the stop and the picture it stays below four."""
+"""The bound in seconds of a run with `hf`. A run takes a minute or two; with the stop and the picture it stays below
+four minutes."""
 ENGINE_DEADLINE_S = 600.0
-"""For engines that take most of a minute to start: at the beginning, and after the kill."""
+"""The bound in seconds of a run with another engine. vLLM and SGLang take most of a minute to start, at the beginning
+and after the kill."""
 KILL_AT = 0.4
 WHOLE_FLEET_FROM = 0.75
-"""Shares of the steps. At the first, a worker is killed. From the second on, the trainer waits for the new worker, so
-that it serves some steps even if processes start slowly."""
+"""Two shares of the steps. After the share KILL_AT the demo kills a worker. After the share WHOLE_FLEET_FROM the
+trainer waits for the new worker, so that this worker serves some steps even if processes start slowly."""
 KILL_PATIENCE = 3
-"""For how many steps the kill waits for a moment in which the worker has requests in flight."""
+"""The most steps that the demo waits until the worker has requests in flight, before it kills the worker."""
 BUSY_POLL_S = 0.01
 POLL_S = 0.1
 INTERRUPTED = 130

@@ -16,15 +16,10 @@ from rl_plane.fleet.fleet_call import FleetCall
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.notices import MAX_CHARS, OpNotice
 
-BEGINS_UPDATE = frozenset(
-    {"update_weights", "prepare_weights_update", "load_lora_adapter", "unload_lora_adapter", "new_run"}
-)
-"""Ops whose request id is the id of an update. The other ops of an update name it in their body."""
-
 
 def update_id_of(call: FleetCall[Any]) -> str:
     """The update that the call is about. Empty: it is about none, or names none."""
-    if call.op.name in BEGINS_UPDATE:
+    if call.op.begins_update:
         return call.request_id
     return getattr(call.body, "update_id", None) or ""
 

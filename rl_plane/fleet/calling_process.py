@@ -1,4 +1,4 @@
-"""Names the process that makes a call to the fleet, for those who later read who has asked for an update."""
+"""Names the process that makes a call to the fleet, so that the history says which process asked for an update."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ class Fleet:
         return self.expected if call.view.subjects.component == self.client.component else 0
 
     async def _members_of(self, call: FleetCall[Any]) -> Snapshot:
-        """The fleet that a read means. NoWorkers names the workers that have left, and those that start."""
+        """Returns the fleet that a read means. NoWorkers names the workers that have left or that start."""
         try:
             return await members_of(call)
         except NoWorkers as error:
@@ -441,8 +441,10 @@ class Fleet:
                 raise
 
     async def _init_transport(self, call: FleetCall[update_requests.InitTransport]) -> dict[str, Any]:
-        """Sets up a transport. Every rank of the fleet joins a group, at its own place in it. Every worker says first
-        that it can join: one that refused later would let the others and the trainer wait for it."""
+        """Sets up a transport. Every rank of the fleet joins a group, at its own place in it.
+
+        First every worker says that it can join. If a worker refused later, the other workers and the trainer would
+        wait for it."""
         if call.body.backend not in update_requests.PUSHED:
             return await self._change(call)
         await whole_fleet(call)
@@ -523,4 +525,4 @@ class Fleet:
             raise InvalidRequest("name the workers", field="workers", fix="workers: [instance_id]")
         is_open = call.op.name == "enable"
         body = {"open": is_open}
-        return await self._on_all(call, "set_admission", body, admission=b"" if is_open else DISABLED)
+        return await self._on_all(call, call.op.worker_op, body, admission=b"" if is_open else DISABLED)

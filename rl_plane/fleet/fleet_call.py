@@ -23,9 +23,6 @@ CALLED_FROM: ContextVar[str] = ContextVar("called_from", default="")
 """The process that has made the call under way, such as `train.py@gpu3:4711`, or its address. A listener sets it.
 Empty: this process made the call itself."""
 
-READS_OF_STAGES = ("workers", "state")
-"""Ops that describe stages too, in a fleet without engines."""
-
 B = TypeVar("B", bound=BaseModel)
 C = TypeVar("C", bound=BaseModel)
 
@@ -95,7 +92,7 @@ async def members_of(call: FleetCall[Any]) -> Snapshot:
         )
     check_pin(snapshot, select.epoch, select.fingerprint)
     select_members(snapshot, select.workers)
-    if call.op.name not in READS_OF_STAGES:
+    if not call.op.describes_stages:
         check_engines(call, snapshot)
     return snapshot
 

@@ -10,6 +10,7 @@ from rl_plane.protocol.fleet_reply_types import (
     AbortedRequests,
     AbortedUpdate,
     DoneOnAll,
+    FleetAdmission,
     FleetDescription,
     FleetLiveness,
     FleetMemory,
@@ -17,6 +18,8 @@ from rl_plane.protocol.fleet_reply_types import (
     FleetState,
     FleetWeightChecks,
     FleetWorkers,
+    FlushedFleet,
+    FormedTransport,
     LabelledUpdate,
     PastUpdates,
     PausedFleet,
@@ -175,7 +178,7 @@ class FleetMethods:
     @fleet_method
     def flush_cache(
         self, *, reset_running_requests: bool = False, **select: Unpack[Selection]
-    ) -> FleetRequest[DoneOnAll]:
+    ) -> FleetRequest[FlushedFleet]:
         """Drops the prefix caches.
 
         Args:
@@ -202,7 +205,7 @@ class FleetMethods:
         return FleetRequest("abort_requests", _given(request_ids=ids, **select))
 
     @fleet_method
-    def enable(self, workers: Sequence[str], *, component: str | None = None) -> FleetRequest[DoneOnAll]:
+    def enable(self, workers: Sequence[str], *, component: str | None = None) -> FleetRequest[FleetAdmission]:
         """Admits workers again that were disabled.
 
         Args:
@@ -212,7 +215,7 @@ class FleetMethods:
         return FleetRequest("enable", _given(workers=list(workers), component=component))
 
     @fleet_method
-    def disable(self, workers: Sequence[str], *, component: str | None = None) -> FleetRequest[DoneOnAll]:
+    def disable(self, workers: Sequence[str], *, component: str | None = None) -> FleetRequest[FleetAdmission]:
         """Takes workers out of routing until they are enabled. Their requests continue.
 
         Args:
@@ -471,7 +474,7 @@ class FleetMethods:
 
         Args:
             update_id: The update, as `state` names it. None: the update that runs, or waits for its next call.
-            by: The one who aborts it, in words for its trainer. None: this process.
+            by: The person or process that aborts it, in words for its trainer. None: this process.
 
         Raises:
             UpdateAborted: no such update runs.
@@ -484,7 +487,7 @@ class FleetMethods:
     @fleet_method
     def init_transport(
         self, backend: str, options: Mapping[str, Any] | None = None, **select: Unpack[Selection]
-    ) -> FleetRequest[DoneOnAll]:
+    ) -> FleetRequest[FormedTransport]:
         """Sets up a transport that outlives one update, such as a group. Repeated calls change nothing.
 
         Args:

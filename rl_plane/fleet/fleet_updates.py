@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from rl_plane.bus.entries import is_unreadable
@@ -62,22 +61,23 @@ class FleetUpdates:
         same_wait_s = policy.prepare_timeout_s + 2 * policy.commit_timeout_s
         pin = snapshot.fingerprint if call.pinned else None
         asked_for = UpdateCommand("update", call.request_id, body, pin, before=before)
-        return await self._once(call, request, asked_for, body.model_dump(), asked.rollback, same_wait_s)
+        return await self._once(call, request, asked_for, body, asked.rollback, same_wait_s)
 
     async def _once(
         self,
         call: FleetCall[Any],
         request: str,
         asked_for: UpdateCommand,
-        body: Mapping[str, Any],
+        body: update_requests.UpdateWeights | None,
         rollback: update_requests.Rollback | None = None,
         same_wait_s: float = 0.0,
+        label: str = "",
     ) -> dict[str, Any]:
         """Coordinates an update once. A repeated call returns the first answer. If the update was decided and has no
         answer yet, the call continues it."""
         try:
             async with self._calls.lock(call.view, update_id=call.request_id, same_wait_s=same_wait_s) as held:
-                journal = self._journal(call, held, body, request, rollback)
+                journal = self._journal(call, held, body, request, rollback, label=label)
                 if call.may_repeat and (entry := await journal.first_answer()) is not None:
                     return answered(call, entry)
                 try:
@@ -129,12 +129,13 @@ class FleetUpdates:
         self,
         call: FleetCall[Any],
         held: HeldLock,
-        body: Mapping[str, Any],
+        body: update_requests.UpdateWeights | None,
         request: str,
         rollback: update_requests.Rollback | None = None,
         update_id: str | None = None,
+        label: str = "",
     ) -> Journal:
-        """The journal of an update; `update_id` None: of this call's own."""
+        """The journal of an update; `update_id` None: of this call's own. `label`: of a version without a body."""
         return Journal(
             self._calls.bus,
             call.view.subjects.state,
@@ -142,6 +143,7 @@ class FleetUpdates:
             self._calls.owner,
             update_id or call.request_id,
             body,
+            label,
             request,
             rollback.model_dump(exclude_none=True) if rollback is not None else None,
             call.asked_by,
@@ -174,7 +176,7 @@ class FleetUpdates:
             transport = body.transport.model_copy(update={"fleet_ranks": ranks})
             body = body.model_copy(update={"transport": transport})
         async with self._calls.lock(call.view, update_id=call.request_id) as held:
-            journal = self._journal(call, held, body.model_dump(), asked)
+            journal = self._journal(call, held, body, asked)
             if (entry := await self._first_entry(call, asked)) is not None:
                 raise ended(entry)
             if call.may_repeat:
@@ -308,16 +310,17 @@ class FleetUpdates:
         if session is None:
             if not update_id:
                 return None
-            journal = self._journal(call, held, {}, "", update_id=update_id)
+            journal = self._journal(call, held, None, "", update_id=update_id)
             await journal.go_on()
             return journal
-        body = update_requests.UpdateWeights.model_validate(session.body).model_dump()
-        journal = self._journal(call, held, body, request_hash(body), update_id=session.update_id)
+        body = update_requests.UpdateWeights.model_validate(session.body)
+        request = request_hash(body.model_dump())
+        journal = self._journal(call, held, body, request, update_id=session.update_id)
         await journal.take_up()
         return journal
 
     async def abort(self, call: FleetCall[fleet_ops.AbortWeightsUpdate]) -> dict[str, Any]:
-        """Ends an update before its decision: one that a coordinator works on, or one that waits for its next call."""
+        """Ends an update before its decision, while a coordinator works on it or while it waits for its next call."""
         await whole_fleet(call)
         ended = await self._cancel(call)
         if ended is None:
@@ -397,7 +400,7 @@ class FleetUpdates:
             return first
         await whole_fleet(call)
         asked_for = UpdateCommand("new_run", call.request_id)
-        return await self._once(call, request, asked_for, {"version": "initial"})
+        return await self._once(call, request, asked_for, None, label="initial")
 
     async def fix_first_version(self) -> None:
         """Writes the record of a fleet that has none: the newest that a worker knows, else sequence 0 by the model of

@@ -71,7 +71,7 @@ def call_facade(
     spec = FLEET_OPS[op]
     base = url.rstrip("/").removesuffix("/v1/rl")
     path = spec.path
-    if "{id}" in path:
+    if spec.worker_in_path:
         (instance_id,) = body["workers"]
         path = path.replace("{id}", quote(instance_id, safe=""))
     address = f"{base}/v1/rl/{path}"
@@ -139,7 +139,7 @@ def read_events(
         since_s: The kept events of so many seconds come first.
         after: The id of the last event that the caller has. None: it has none. Else this counts, and not `since_s`.
         follow: Waits for more events. Else only the kept ones come.
-        component: One that the frontend serves. None: its own.
+        component: A component that the frontend serves. None: the frontend's own.
 
     Raises:
         PlaneError: as the frontend raised it. Unavailable: the connection was lost. DeadlineExceeded: the frontend is

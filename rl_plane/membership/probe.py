@@ -30,7 +30,7 @@ MIN_SILENT_PROBES = 3
 
 
 @dataclass(slots=True)
-class _Watch:
+class _WatchedWorker:
     revision: int
     heard_at: float
     silent_probes: int = 0
@@ -39,7 +39,7 @@ class _Watch:
 
 @dataclass(slots=True)
 class ProbeCore:
-    _watched: dict[str, _Watch] = field(default_factory=dict)
+    _watched: dict[str, _WatchedWorker] = field(default_factory=dict)
 
     def restart(self) -> None:
         """Forgets all silence so far, because the prober's own connection or loop was stopped."""
@@ -60,7 +60,7 @@ class ProbeCore:
         """Takes the outcome of one probe. True: the worker registered at `revision` is dead or hangs."""
         watch = self._watched.get(instance_id)
         if watch is None or watch.revision != revision:
-            watch = self._watched[instance_id] = _Watch(revision, now)
+            watch = self._watched[instance_id] = _WatchedWorker(revision, now)
         if outcome == "answered":
             watch.heard_at, watch.silent_probes, watch.refused_at = now, 0, None
             return False

@@ -228,7 +228,7 @@ class WorkerCalls:
 
         Args:
             wait_s: Seconds to wait for the lock.
-            update_id: The update that the lock is held for; other processes can read it.
+            update_id: The update for which the call takes the lock; other processes can read it.
             same_wait_s: Seconds to wait while another process holds the lock for the same update."""
         async with AsyncExitStack() as stack:
             with tracing.child("lock"):

@@ -1,4 +1,4 @@
-"""The table of the fleet's ops: the name, the route, the request and the traits of each.
+"""The table of the fleet's ops: the name, the route, the request, the reply and the traits of each.
 
 `fleet/fleet.py` answers the ops. The HTTP facade, the fleet subject, the command line and docs/reference.md derive from
 this table.
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, create_model, field_validator
 
+from rl_plane.protocol import fleet_reply_types as replies
 from rl_plane.protocol import update_requests, validation, worker_ops
 from rl_plane.protocol.record import KvPolicy, PauseMode
 
@@ -42,32 +43,6 @@ class Select(validation.Body):
         return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
-class WorkerResult(BaseModel):
-    """One worker's part of a fleet's reply. The op's own reply fields are beside these."""
-
-    instance_id: str
-    incarnation: str
-    status: Literal["ok", "error", "skipped"]
-    error: dict[str, Any] | None = None
-    reason: str | None = None
-    """The reason for `skipped`: the worker is a pipeline stage without weights."""
-
-
-class FleetReply(BaseModel):
-    """A fleet's reply, with one entry for each worker. Ops add their own fields."""
-
-    status: Literal["ok"]
-    epoch: int
-    fingerprint: str
-    workers: list[WorkerResult]
-    version: worker_ops.Version | None = None
-    excluded: list[str] | None = None
-    """After an update: the members that do not serve the new version. They heal by themselves."""
-    updates: list[dict[str, Any]] | None = None
-    """The reply of `updates`: the newest first, each with the fields of `rl_plane.commit.history.UpdateEntry`."""
-    elapsed_s: float
-
-
 class LoadLora(validation.Body):
     lora_name: validation.Label
     lora_path: str = Field(min_length=1)
@@ -88,8 +63,8 @@ class AbortWeightsUpdate(UpdateId):
     """The update to end. It may be prepared, or still be received: then its own call ends with an error."""
 
     by: str | None = Field(None, min_length=1, max_length=200, pattern=validation.PRINTABLE)
-    """The one who aborts it, in words for its trainer, such as `an operator on host a`. None: the process that calls,
-    as it names itself."""
+    """The person or process that aborts it, in words for its trainer, such as `an operator on host a`. None: the
+    process that calls, as it names itself."""
 
 
 class ReceiveWeightsPart(update_requests.Part, UpdateId):
@@ -127,6 +102,8 @@ class FleetOp:
     name: str
     own: type[BaseModel]
     """The op's own fields, without the selection."""
+    reply: type[Any]
+    """A TypedDict: the merged reply of a call for one component."""
     doc: str
     method: Literal["GET", "POST"] = "POST"
     at: str = ""
@@ -139,6 +116,25 @@ class FleetOp:
     """Only an operator calls it, so over HTTP it needs a key with the role `admin`."""
     brings_weights: bool = False
     """The body names weights, which `cast` may convert to the engine's dtype."""
+    begins_update: bool = False
+    """The call's request id is the id of an update. The other ops of an update name the update in their body."""
+    prepare_waits: int = 0
+    """The number of times that the call may wait for the policy's `prepare_timeout_s`: once for the workers, and once
+    more for a lock that another call holds as long."""
+    describes_stages: bool = False
+    """The reply describes pipeline stages too, so the op also answers for a fleet without engines."""
+    worker_op: str = ""
+    """The worker's op that the call carries out, if it has another name."""
+
+    @property
+    def commits(self) -> bool:
+        """Reports whether a call that succeeds has committed a version."""
+        return self.reply is replies.UpdateReply
+
+    @property
+    def worker_in_path(self) -> bool:
+        """Reports whether the route names the one worker that a call over HTTP means."""
+        return "{id}" in self.at
 
     @property
     def path(self) -> str:
@@ -166,40 +162,101 @@ def _request(name: str, own: type[BaseModel]) -> type[Select]:
 FLEET_OPS: dict[str, FleetOp] = {
     op.name: op
     for op in (
-        FleetOp("liveness", validation.Empty, "Each engine answers a real round trip, or 503.", "GET"),
-        FleetOp("ready", validation.Empty, "Alive, and enough admitted workers at the committed version.", "GET"),
-        FleetOp("state", validation.Empty, "The fleet and each worker, now.", "GET"),
-        FleetOp("workers", validation.Empty, "The members of the fleet.", "GET"),
         FleetOp(
-            "weight_version", validation.Empty, "The one version that is served; 409 if there are two.", "GET"
+            "liveness",
+            validation.Empty,
+            replies.FleetLiveness,
+            "Each engine answers a real round trip, or 503.",
+            "GET",
         ),
-        FleetOp("describe", worker_ops.Describe, "What each engine is and can do.", "GET"),
-        FleetOp("pause", worker_ops.Pause, "Stop generation, with a lease."),
-        FleetOp("resume", validation.Empty, "Continue generation."),
-        FleetOp("flush_cache", worker_ops.FlushCache, "Drop the prefix caches."),
-        FleetOp("abort_requests", worker_ops.AbortRequests, "End requests now, with their tokens so far."),
-        FleetOp("init_transport", update_requests.InitTransport, "Set up a weight transport.", coalesce=True),
-        FleetOp("destroy_transport", update_requests.DestroyTransport, "Take a weight transport down."),
-        FleetOp("updates", update_requests.ListUpdates, "The updates that there were, newest first.", "GET"),
+        FleetOp(
+            "ready",
+            validation.Empty,
+            replies.FleetReadiness,
+            "Alive, and enough admitted workers at the committed version.",
+            "GET",
+        ),
+        FleetOp(
+            "state",
+            validation.Empty,
+            replies.FleetState,
+            "The fleet and each worker, now.",
+            "GET",
+            describes_stages=True,
+        ),
+        FleetOp(
+            "workers",
+            validation.Empty,
+            replies.FleetWorkers,
+            "The members of the fleet.",
+            "GET",
+            describes_stages=True,
+        ),
+        FleetOp(
+            "weight_version",
+            validation.Empty,
+            replies.ServedVersion,
+            "The one version that is served; 409 if there are two.",
+            "GET",
+        ),
+        FleetOp(
+            "describe", worker_ops.Describe, replies.FleetDescription, "What each engine is and can do.", "GET"
+        ),
+        FleetOp("pause", worker_ops.Pause, replies.PausedFleet, "Stop generation, with a lease."),
+        FleetOp("resume", validation.Empty, replies.PausedFleet, "Continue generation."),
+        FleetOp("flush_cache", worker_ops.FlushCache, replies.FlushedFleet, "Drop the prefix caches."),
+        FleetOp(
+            "abort_requests",
+            worker_ops.AbortRequests,
+            replies.AbortedRequests,
+            "End requests now, with their tokens so far.",
+        ),
+        FleetOp(
+            "init_transport",
+            update_requests.InitTransport,
+            replies.FormedTransport,
+            "Set up a weight transport.",
+            coalesce=True,
+        ),
+        FleetOp(
+            "destroy_transport",
+            update_requests.DestroyTransport,
+            replies.DoneOnAll,
+            "Take a weight transport down.",
+        ),
+        FleetOp(
+            "updates",
+            update_requests.ListUpdates,
+            replies.PastUpdates,
+            "The updates that there were, newest first.",
+            "GET",
+        ),
         FleetOp(
             "update_weights",
             update_requests.UpdateCall,
+            replies.UpdateReply,
             "New weights on the whole fleet, or on none.",
             coalesce=True,
             one_component=True,
             brings_weights=True,
+            begins_update=True,
+            prepare_waits=1,
         ),
         FleetOp(
             "prepare_weights_update",
             update_requests.UpdateWeights,
+            replies.PreparedUpdate,
             "Stage and verify, or listen for what is pushed; generation continues.",
             coalesce=True,
             one_component=True,
             brings_weights=True,
+            begins_update=True,
+            prepare_waits=1,
         ),
         FleetOp(
             "receive_weights_part",
             ReceiveWeightsPart,
+            replies.ReceivedPart,
             "Receive on every worker what the trainer broadcasts now.",
             coalesce=True,
             one_component=True,
@@ -207,19 +264,23 @@ FLEET_OPS: dict[str, FleetOp] = {
         FleetOp(
             "label_weights_update",
             LabelUpdate,
+            replies.LabelledUpdate,
             "Label what was prepared, before it is committed.",
             one_component=True,
         ),
         FleetOp(
             "complete_weights_update",
             CompleteUpdate,
+            replies.UpdateReply,
             "Commit what was prepared, or pushed.",
             coalesce=True,
             one_component=True,
+            prepare_waits=2,
         ),
         FleetOp(
             "abort_weights_update",
             AbortWeightsUpdate,
+            replies.AbortedUpdate,
             "End an update before its decision, and drop what was prepared.",
             coalesce=True,
             one_component=True,
@@ -227,24 +288,55 @@ FLEET_OPS: dict[str, FleetOp] = {
         FleetOp(
             "new_run",
             validation.Empty,
+            replies.UpdateReply,
             "Begin a new run: sequence 0 is the model that every worker was started with.",
             one_component=True,
+            begins_update=True,
         ),
-        FleetOp("release_memory", worker_ops.MemoryTags, "Give memory back (sleep)."),
-        FleetOp("resume_memory", worker_ops.MemoryTags, "Take it again (wake)."),
-        FleetOp("check_weights", worker_ops.CheckWeights, "Checksum, snapshot or compare the weights."),
+        FleetOp("release_memory", worker_ops.MemoryTags, replies.FleetMemory, "Give memory back (sleep)."),
+        FleetOp("resume_memory", worker_ops.MemoryTags, replies.FleetMemory, "Take it again (wake)."),
+        FleetOp(
+            "check_weights",
+            worker_ops.CheckWeights,
+            replies.FleetWeightChecks,
+            "Checksum, snapshot or compare the weights.",
+        ),
         FleetOp(
             "load_lora_adapter",
             LoadLora,
+            replies.UpdateReply,
             "Load or replace a LoRA adapter.",
             coalesce=True,
             one_component=True,
             brings_weights=True,
+            begins_update=True,
         ),
-        FleetOp("unload_lora_adapter", UnloadLora, "Unload a LoRA adapter.", coalesce=True, one_component=True),
-        FleetOp("enable", validation.Empty, "Admit a worker again.", at="workers/{id}/enable", admin=True),
         FleetOp(
-            "disable", validation.Empty, "Take a worker out of routing.", at="workers/{id}/disable", admin=True
+            "unload_lora_adapter",
+            UnloadLora,
+            replies.UpdateReply,
+            "Unload a LoRA adapter.",
+            coalesce=True,
+            one_component=True,
+            begins_update=True,
+        ),
+        FleetOp(
+            "enable",
+            validation.Empty,
+            replies.FleetAdmission,
+            "Admit a worker again.",
+            at="workers/{id}/enable",
+            admin=True,
+            worker_op="set_admission",
+        ),
+        FleetOp(
+            "disable",
+            validation.Empty,
+            replies.FleetAdmission,
+            "Take a worker out of routing.",
+            at="workers/{id}/disable",
+            admin=True,
+            worker_op="set_admission",
         ),
     )
 }

@@ -1,19 +1,25 @@
-"""The types of the fleet's merged replies, as RlClient and SyncRlClient return them.
+"""The types of the fleet's merged replies. The op table names the type of each op's reply.
 
-A reply is a plain dict. Each type names its keys. The rows in `workers` have the op's own keys only where `status` is
-`ok`. A call for several components gives another shape (`components`): use `run` for it.
+RlClient and SyncRlClient return these types, and the OpenAPI document describes the replies by them. A reply is a plain
+dict. Each type names its keys. The rows in `workers` have the op's own keys only where `status` is `ok`. A call for
+several components gives another shape (`components`): use `run` for it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeVar
+
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict  # pydantic describes no other TypedDict before Python 3.12
 
 from rl_plane.protocol.relay import SourceUse
 from rl_plane.protocol.versions import VersionReply
 from rl_plane.protocol.worker_ops import (
     AbortedReply,
+    AdmissionState,
     CheckWeightsReply,
     DescribeReply,
+    FlushReply,
     LivenessReply,
     MemoryReply,
     PauseReply,
@@ -49,8 +55,33 @@ class WorkerEntry(TypedDict):
     """The worker's error: `code`, `message`, `field`, `fix`."""
     reason: NotRequired[str]
     """Why a stage skipped the op."""
+    rank_results: NotRequired[list[dict[str, Any]]]
+    """The answers of its engine's ranks, in their order: `{rank, …}`."""
 
 
+class EntryWithoutReply(TypedDict):
+    """A worker's part of a reply without the op's own keys: the op failed on the worker, or the worker skipped it."""
+
+    instance_id: str
+    incarnation: str
+    status: Literal["error", "skipped"]
+    error: NotRequired[dict[str, Any]]
+    """The worker's error: `code`, `message`, `field`, `fix`."""
+    reason: NotRequired[str]
+    """Why a stage skipped the op."""
+
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    Rows = list[T]
+else:
+    # The OpenAPI document says that a row may lack the op's keys. The types of the SDK do not: code that has made a
+    # change would check each row in vain, because the change raises an error unless it succeeded on every worker.
+    Rows = list[T | EntryWithoutReply]
+
+
+@with_config(ConfigDict(use_attribute_docstrings=True))
 class Merged(TypedDict):
     """The keys of every reply but `workers`."""
 
@@ -74,15 +105,17 @@ class LivenessEntry(WorkerEntry, LivenessReply):
 
 class FleetLiveness(Merged):
     alive: Literal[True]
-    workers: list[LivenessEntry]
-
-
-class FleetReadiness(FleetLiveness):
-    ready: Literal[True]
+    workers: Rows[LivenessEntry]
 
 
 class ReportedState(WorkerEntry, StateReply):
     """One worker's admission, pause, version and load."""
+
+
+class FleetReadiness(Merged):
+    alive: Literal[True]
+    ready: Literal[True]
+    workers: Rows[ReportedState]
 
 
 class LeftWorker(TypedDict):
@@ -196,11 +229,12 @@ class FleetState(Merged):
     """The committed state, adapters included."""
     update: RunningUpdate | None
     """The update that runs: its phase, who asked for it, how far it is, and what it waits for. None: no update runs."""
-    workers: list[ReportedState]
+    workers: Rows[ReportedState]
 
 
 class ListedWorker(ReportedState):
-    """A worker's state with its registration. Each engine adds keys of its own."""
+    """A worker's state with its registration. Each engine adds keys of its own. A frontend with dialects adds those by
+    which Dynamo's clients discover the worker."""
 
     namespace: str
     component: str
@@ -212,18 +246,22 @@ class ListedWorker(ReportedState):
 
 
 class FleetWorkers(Merged):
+    namespace: NotRequired[str]
+    """The fleet's namespace, for Dynamo's clients, if the frontend has a dialect."""
+    protocol_version: NotRequired[int]
+    """The version of Dynamo's protocol, if the frontend has a dialect."""
     left: list[LeftWorker]
     """The field of `FleetState` explains it."""
     starting: list[StartingWorker]
     """The field of `FleetState` explains it."""
-    workers: list[ListedWorker]
+    workers: Rows[ListedWorker]
 
 
 class ServedVersion(Merged):
     version: VersionReply | None
     """The version that every admitted worker serves. None: nothing is committed yet."""
     adapters: dict[str, VersionReply]
-    workers: list[ReportedState]
+    workers: Rows[ReportedState]
 
 
 class WorkerDescription(WorkerEntry, DescribeReply):
@@ -231,7 +269,7 @@ class WorkerDescription(WorkerEntry, DescribeReply):
 
 
 class FleetDescription(Merged):
-    workers: list[WorkerDescription]
+    workers: Rows[WorkerDescription]
 
 
 class PausedWorker(WorkerEntry, PauseReply):
@@ -239,7 +277,15 @@ class PausedWorker(WorkerEntry, PauseReply):
 
 
 class PausedFleet(Merged):
-    workers: list[PausedWorker]
+    workers: Rows[PausedWorker]
+
+
+class FlushedWorker(WorkerEntry, FlushReply):
+    """A worker that has dropped its prefix cache."""
+
+
+class FlushedFleet(Merged):
+    workers: Rows[FlushedWorker]
 
 
 class AbortedOnWorker(WorkerEntry, AbortedReply):
@@ -249,7 +295,15 @@ class AbortedOnWorker(WorkerEntry, AbortedReply):
 class AbortedRequests(Merged):
     waiting: int
     """Choices that waited in the frontends for a worker, and were ended there."""
-    workers: list[AbortedOnWorker]
+    workers: Rows[AbortedOnWorker]
+
+
+class AdmissionOnWorker(WorkerEntry, AdmissionState):
+    """One worker's admission."""
+
+
+class FleetAdmission(Merged):
+    workers: Rows[AdmissionOnWorker]
 
 
 class UpdateReply(Merged):
@@ -312,12 +366,24 @@ class PastUpdates(Merged):
     workers: list[WorkerEntry]
 
 
+class FormedTransport(Merged):
+    world_size: NotRequired[int]
+    """The ranks of a group: those of the trainer and those of the workers."""
+    rank_offsets: NotRequired[dict[str, int]]
+    """Worker → its first rank in a group."""
+    rank_offset: NotRequired[int]
+    """The number of the trainer's ranks in a group that the trainer forms by itself."""
+    fleet_ranks: NotRequired[int]
+    """The number of the workers' ranks in such a group."""
+    workers: list[WorkerEntry]
+
+
 class MemoryOnWorker(WorkerEntry, MemoryReply):
     """The memory that one worker has released or resumed."""
 
 
 class FleetMemory(Merged):
-    workers: list[MemoryOnWorker]
+    workers: Rows[MemoryOnWorker]
 
 
 class WeightChecksOnWorker(WorkerEntry, CheckWeightsReply):
@@ -325,4 +391,4 @@ class WeightChecksOnWorker(WorkerEntry, CheckWeightsReply):
 
 
 class FleetWeightChecks(Merged):
-    workers: list[WeightChecksOnWorker]
+    workers: Rows[WeightChecksOnWorker]

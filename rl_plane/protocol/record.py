@@ -112,8 +112,8 @@ class DecisionRecord(Stored):
     """The scores that the base weights must reach. None: no worker scores them."""
     on_canary_failure: OnCanaryFailure = "exclude"
     fallback: DecisionRecord | None = None
-    """The record before, which comes back if every worker fails the canary. None: the version is open, or there is no
-    record that can come back."""
+    """The record before, to which the fleet returns if every worker fails the canary. None: the version is open, or the
+    fleet can't return."""
     missed: Mapping[str, Any] | None = None
     """The canary's result for the version of this update, which failed. This record brings the version before back."""
     open: bool = True

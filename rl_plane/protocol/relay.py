@@ -7,9 +7,9 @@ worker whose engine spans several hosts gets one for each of them: each host rec
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypedDict
 
 from pydantic import Field, model_validator
+from typing_extensions import TypedDict
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.validation import Body

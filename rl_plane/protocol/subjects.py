@@ -112,7 +112,7 @@ class Subjects:
 
     @property
     def fleet_read(self) -> str:
-        """The subject of the fleet's ops that change nothing, likewise."""
+        """The subject of the fleet's ops that change nothing. The frontends serve it as another queue group."""
         return f"{self.fleet}.read"
 
     @property
@@ -245,7 +245,7 @@ FRONTEND_PREFIX = "frontend."
 """State bucket: `frontend.<id>` is a frontend that delivers tokens. It expires when the frontend is gone."""
 
 ADMISSION_PREFIX = "admission."
-"""State bucket: `admission.<instance_id>` is DISABLED for a worker that an operator has disabled, and empty for one
-that was enabled again."""
+"""State bucket: `admission.<instance_id>` is DISABLED for a worker that an operator has disabled. It is empty for a
+worker that an operator has enabled again."""
 
 DISABLED = b"disabled"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NotRequired, Self, TypedDict
+from typing import Any, Literal, NotRequired, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from typing_extensions import TypedDict
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary, OnCanaryFailure, PolicyCanary
@@ -47,7 +48,7 @@ RELAYED = frozenset({"nixl"})
 PART_TIMEOUT_S = 300.0
 """The default time-out of one part: much longer than a trainer takes to send a part that it has announced."""
 MAX_PART_TIMEOUT_S = 3600.0
-"""The longest time that a known trainer (AReaL) waits for the answer. The fleet's lock is held meanwhile."""
+"""The longest time that a known trainer (AReaL) waits for the answer. Meanwhile the call holds the fleet's lock."""
 MAX_PART_TENSORS = 1 << 18
 """Twice the tensors of the largest public checkpoints."""
 DEFAULT_PACKED_BYTES = 1 << 30
@@ -507,6 +508,11 @@ class UpdatePolicy(Body):
         )
 
 
+SHOWN_AS_ASKED = ("step",)
+"""The fields of an update that the history (`GET /v1/rl/updates`) shows as the caller gave them. The history names each
+other field that it shows, because the committed record may have another value."""
+
+
 class _Update(Body):
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
     encoding: Encoding = "full"
@@ -574,7 +580,7 @@ class _Update(Body):
 
 
 def _check_delta(update: _Update) -> None:
-    """Checks the fields that a delta or a partial version needs, and those that exclude it."""
+    """Checks the fields that a delta or a partial version needs, and the fields that exclude it."""
     _check_digests(update)
     if update.encoding == "full":
         return
@@ -659,6 +665,10 @@ class UpdateWeights(_Update):
         if self.described_as_it_comes:
             _check_in_parts(self)
         return self
+
+    def shown_as_asked(self) -> dict[str, Any]:
+        """The fields of SHOWN_AS_ASKED that the caller has given, as JSON values."""
+        return self.model_dump(mode="json", include=set(SHOWN_AS_ASKED), exclude_none=True)
 
     @property
     def keeps_copy(self) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
 
 DigestAlgorithm = Literal["xxh3", "blake3"]
 """The hash of a digest, and the prefix of a version's digest: XXH3-128 or BLAKE3.

@@ -7,9 +7,10 @@ The dispatcher, the CLI and docs/reference.md derive from this table. Names and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
+from typing_extensions import TypedDict
 
 from rl_plane.errors import InvalidRequest, NotFound
 from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, Rendering, TokenId
@@ -49,13 +50,6 @@ DEFAULT_PAUSE_LEASE_S = 600.0
 """Longer than an update of a large model takes. A trainer that dies stops the fleet for at most this long."""
 
 # ---- what every worker reports ----
-
-
-class Version(BaseModel):
-    run: str
-    sequence: int
-    label: str
-    digest: str
 
 
 class AdmissionState(TypedDict):
@@ -122,7 +116,7 @@ class UpdateOnWorker(TypedDict):
     total_bytes: int | None
     """The bytes of all tensors that are announced. None: not known yet."""
     bytes_per_s: float | None
-    """The rate from the first bytes to the last ones that came. None: too few have come."""
+    """The rate between the first and the newest bytes. None: too few have come."""
     since_progress_s: float
     """Seconds since the last bytes came, or since the worker began."""
     elapsed_s: float

@@ -23,8 +23,8 @@ from rl_plane.weights.delta_codec import import_numba
 log = logging.getLogger("rl_plane.publish")
 
 ROOM = 3
-"""`auto` makes a copy if so many times the model's size is free in memory: the copy, one that a transport may keep, and
-deltas of up to the same size."""
+"""`auto` makes a copy if so many times the model's size is free in memory: for the copy, for a copy that a transport
+may keep, and for deltas of up to the same size."""
 LEFT = 1
 """`auto` drops the copy if less than so many times the model's size is free beside it. A trainer's steps take memory
 that its first version can't foresee."""

@@ -30,7 +30,7 @@ Named = Iterator[tuple[str, HostTensor]]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The difference between the version that the copy held and the one that it holds now."""
+    """The difference between the version that the copy held before and the version that it holds now."""
 
     digest: str
     base: str | None = None
@@ -123,7 +123,8 @@ class HostCopy:
         return blob
 
     def is_tried(self) -> bool:
-        """True if this version should be compared. Called once for each version: it counts those that are skipped."""
+        """True if this version should be compared. Call it once for each version, because it counts the versions that
+        are skipped."""
         if self.in_vain >= TRIES:
             self.in_vain += 1
         if self.in_vain > TRIES + AGAIN:

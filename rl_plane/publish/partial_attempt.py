@@ -60,7 +60,7 @@ class Baseline:
         self.specs: Mapping[str, TensorSpec] = {}
         self.digests: Mapping[str, str] = {}
         self.chain: list[Link] = []
-        """The full version, and each partial one that a late worker needs on top of it."""
+        """The full version, and each partial version that a late worker needs on top of it."""
 
     def set_full(self, digest: str, specs: Mapping[str, TensorSpec], digests: Mapping[str, str]) -> None:
         self.digest, self.specs, self.digests = digest, dict(specs), dict(digests)
@@ -102,8 +102,8 @@ class Baseline:
 class PartialAttempt(Attempt):
     """An Attempt that sends only what differs from the version before, once the workers keep that one.
 
-    It reads all tensors (with `trainable_only` all that are trained), hashes them, and copies those that differ to host
-    memory. The trainer may change the tensors as soon as that is done.
+    It reads all tensors (with `trainable_only` all that are trained), hashes them, and copies each tensor that differs
+    to host memory. The trainer may change the tensors as soon as that is done.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ def _unchanged(specs: Mapping[str, TensorSpec]) -> Callable[[], Taken]:
 
 
 def taken_of(source: WeightSource, trainable_only: bool) -> Taken:
-    """The tensors of a version: all, or those that are trained."""
+    """Returns the tensors of a version: all of them, or only the trained tensors."""
     if not trainable_only:
         return source.take()
     assert isinstance(source, TrainableSource), "the publisher has checked it"

@@ -196,9 +196,9 @@ class WeightPublisher:
         self._progress = progress
         self._previous: RunningPublication | None = None
         self._lead: Lead | None = None
-        """On rank 0, once the ranks have published together: directs the other ranks."""
+        """Directs the other ranks. None on any rank but 0, and before the ranks have published together."""
         self._follower: Follower | None = None
-        """On another rank, likewise: obeys rank 0."""
+        """Does on this rank what rank 0 directs. None on rank 0, and before the ranks have published together."""
         self._plan: SendPlan | None = None
         self.rank = _rank() if rank is None else rank
         if self.rank == 0:
@@ -239,7 +239,7 @@ class WeightPublisher:
         return self._copy.nbytes
 
     def make_sender(self, backend: str, context: SenderContext) -> Sender:
-        """Makes the sender of a transport. A subclass may return one that it has adapted."""
+        """Makes the sender of a transport. A subclass may return an adapted sender."""
         return make_sender(backend, context)
 
     def publish(self, version: str | None = None, *, wait: bool = True) -> Publication:
@@ -387,7 +387,7 @@ class WeightPublisher:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._waits_for_this_loop():
             log.warning("a version is under way, so the publisher is closed later, on a thread: use `async with`")
-            on_thread(self.close)  # an error of `close` would hide the one that ends the block
+            on_thread(self.close)  # an error of `close` would hide the error that ends the block
         else:
             self.close()
 

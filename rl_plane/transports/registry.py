@@ -1,4 +1,4 @@
-"""Finds the senders that are installed, and orders those that `auto` may take."""
+"""Finds the senders that are installed, and orders the senders that `auto` may take."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def candidates(
             raise Unsupported(
                 f"no {transport} transport on {', '.join(lacking)}",
                 field="transport",
-                fix=f"install it there, or use one that all have: {', '.join(_common(workers, senders)) or 'none'}",
+                fix="install it there, or use a transport that all workers have: "
+                + (", ".join(_common(workers, senders)) or "none"),
             )
         return [transport]
     here = colocated(workers, host or platform.node())

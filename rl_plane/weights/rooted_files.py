@@ -126,7 +126,7 @@ class Directory:
             raise self.refuse(f"{name!r} can't be read: {str(error)[:200]}", "write it again") from error
 
     def check_same(self, name: str, identity: Hashable) -> None:
-        """Raises InvalidWeights if `name` now leads to another file than the one that was opened."""
+        """Raises InvalidWeights if `name` now leads to another file than the opened file."""
         try:
             status = os.stat(name, dir_fd=self._descriptor)
         except OSError:

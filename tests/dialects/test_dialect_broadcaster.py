@@ -117,7 +117,7 @@ def _broadcast(group: str, directory: Path, label: str) -> tuple[dict[str, Any],
     return body, {"group": group, "directory": str(directory), "part": part}
 
 
-async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Plane) -> None:
+async def test_prime_rls_update_waits_for_another_callers_change(plane: Plane) -> None:
     """prime-rl's update waits for the other caller. Its client does not repeat after a 409, so a failed update must
     leave nothing behind."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
@@ -440,13 +440,13 @@ async def test_more_names_than_a_message_carries(plane: Plane) -> None:
             version = fine(await http.post("/finish_weight_update", json={"weight_version": "many"}))["version"]
             assert version["digest"] == model_digest(after)
             assert await served(http) == [(True, "many")] * 2
-            # Two phases: all is held against the model at once, so what does not fit is one tensor.
+            # Two phases: all tensors are compared with the model at once, so a single tensor does not fit.
             asked = {"num_buckets": 1, "group_name": group}
             for wrong in ({**part, "shapes": [*part["shapes"][:-1], [2]]}, {key: part[key][:-1] for key in part}):
                 body = {**asked, "buckets": [wrong]}
                 error = refused(await http.post("/prepare_weights_update", json=body), 400)
                 assert (error["code"], NAMES[-1] in error["message"]) == ("invalid_weights", True), error
-            # One broadcast of so many tensors can't be told of in pieces.
+            # One broadcast of so many tensors can't be announced in pieces.
             flat = {**part, "group_name": group, "load_format": "flattened_bucket"}
             error = refused(await http.post("/update_weights_from_distributed", json=flat), 413)
             assert (error["field"], bool(error["fix"])) == ("names", True)

@@ -144,7 +144,7 @@ async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: Comma
             await proven(http, ids, 2, "step_7")
             with pytest.raises(EngineFailed, match="409"):
                 await trainer.do("part", [0, 1])
-            # Another trainer takes over from one that died after its start.
+            # Another trainer takes over after the first trainer died.
             await trainer.do("call", ["start_weight_update"])
             await form(plane, trainer, 2)
             await learn(plane, trainer, 3)
@@ -253,7 +253,7 @@ async def test_a_trainer_that_is_there_before_its_fleet_waits_for_it(
         assert await trainer.do("call", ["get_max_model_len"]) > 0
 
 
-async def test_what_vllms_nccl_trainer_sends_is_refused_before_anybody_waits(
+async def test_the_facade_refuses_vllms_nccl_trainer_before_any_worker_waits(
     plane: Plane, trainer: CommandedProcess
 ) -> None:
     ids = await fleet(plane, 1)
@@ -307,7 +307,7 @@ async def test_skyrls_calls_on_the_drop_in_of_the_examples(plane: Plane) -> None
     await asyncio.to_thread(sync.close)
 
 
-async def test_what_our_client_over_nats_says_before_anybody_is_touched(
+async def test_our_client_over_nats_refuses_wrong_calls_before_any_worker_changes(
     plane: Plane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane.spawn_copies(2)

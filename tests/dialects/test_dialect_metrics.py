@@ -31,7 +31,7 @@ async def test_prime_rls_collector_sees_every_engine(plane: Plane) -> None:
         assert [one.engine_id for one in seen[-1]] == [
             f"server0.{instance_id}" for instance_id in sorted(one.instance_id for one in workers)
         ]
-        # The fake engine has no KV cache, so nothing of one is told.
+        # The fake engine has no KV cache, so the page shows no number of one.
         assert {(one.kv_capacity_tokens, one.kv_usage, one.preemptions_delta) for one in seen[-1]} == {
             (None, 0.0, 0)
         }

@@ -49,7 +49,7 @@ async def test_the_orchestrators_day(plane: Plane, http: httpx.AsyncClient, base
 
 
 @pytest.mark.parametrize("base", ["", "/v1/rl"])
-async def test_who_is_there_before_its_fleet_waits_for_it(plane: Plane, base: str) -> None:
+async def test_prime_rl_waits_for_a_fleet_that_starts_later(plane: Plane, base: str) -> None:
     """The orchestrator asks for `/health` each second, then once for its model. Beneath `/v1/rl`, `/health` is the
     frontend's own."""
     async with facade(plane) as http:
@@ -151,15 +151,15 @@ async def test_an_adapter_that_no_engine_takes_is_asked_for_once(plane: Plane, d
             error = caught.value.response.json()["error"]
             assert (caught.value.response.status_code, prime.asked) == (400, 1)
             assert "it has none" in error["message"]
-        # The facade's own call is told what it is.
+        # The facade's own call is refused as unsupported.
         own = await http.post("/v1/rl/load_lora_adapter", json={**body, "cast": False})
         assert (own.status_code, own.json()["error"]["code"]) == (501, "unsupported")
 
 
 @pytest.mark.parametrize("dialects", [("prime-rl",), ("vllm", "sglang", "prime-rl")])
 async def test_its_pool_of_dynamos_workers(plane: Plane, dialects: tuple[str, ...]) -> None:
-    """Dynamo's pool calls methods of prime-rl's own worker. The fleet carries out only the one that names a
-    directory."""
+    """Dynamo's pool calls methods of prime-rl's own worker. The fleet carries out only the method that
+    names a directory."""
     plane.spawn_copies(2)
     async with facade(plane, dialects=dialects) as http:
         for step, more in ((1, {}), (2, {"timeout": 720.0, "kwargs": {}})):

@@ -187,7 +187,7 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         # While the fleet is paused, it waits; twice is too often, unless it is the same call once more.
         fine(await http.post("/pause_generation", json={"mode": "retract"}))
         held = fine(await http.post(path, json=part))
-        assert "are held" in held["message"]
+        assert "have come" in held["message"]
         assert fine(await http.post(path, json=part)) == held
         assert "came twice" in refused(await http.post(path, json={**part, "flush_cache": False}), 400)["message"]
         fine(await http.post(path, json={**part, "weight_version": "two"}))
@@ -365,8 +365,8 @@ def _closed(statuses: StatusLog) -> list[str]:
 
 
 async def test_the_cycle_of_trainers_on_the_same_gpu(plane: Plane) -> None:
-    """verl's order, slime's, and verl's for adapters: memory goes after the rollout, the weights come back, then the
-    new ones, and last the KV cache."""
+    """verl's order, slime's, and verl's for adapters: memory goes after the rollout, the trainer resumes the memory
+    of the weights, then sends new ones, and last the KV cache."""
     ids = plane.spawn_copies(2)
     adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model())
     async with facade(plane) as http:
@@ -471,7 +471,7 @@ async def test_requests_are_aborted_if_any_call_of_an_update_says_so(plane: Plan
             assert fine(await http.get("/v1/rl/state"))["sequence"] == seed
 
 
-async def test_memory_is_released_by_all_or_by_nobody(plane: Plane) -> None:
+async def test_sglangs_call_releases_the_memory_of_all_workers_or_of_none(plane: Plane) -> None:
     plane.spawn()
     one = plane.spawn(patch=WITHOUT_A_SAVER)
     async with facade(plane) as http:
@@ -502,7 +502,7 @@ async def test_a_flush_that_was_not_done_is_a_400(plane: Plane) -> None:
         assert fine(await http.get("/flush_cache"))["success"] is True
 
 
-async def test_an_update_that_fails_at_its_end_leaves_nobody_paused(plane: Plane) -> None:
+async def test_an_update_that_fails_at_its_end_leaves_no_worker_paused(plane: Plane) -> None:
     """`continue_generation` commits. If it fails, nothing of the update is left and the fleet continues as before. If
     it has not begun, the update remains, and the error says for how long the fleet stays paused."""
     plane.spawn_copies(2)

@@ -1,5 +1,5 @@
 """The calls of trainers that speak to SGLang, in their order and with their bodies: over real models, with a real torch
-group of a trainer in another process. The tokens tell what is served."""
+group of a trainer in another process. The tokens show which weights the fleet serves."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def _two_phases(replay: Replay, witnesses: Witnesses, ids: list[str]) -> N
     assert fine(await replay.form("weight_sync_group"))["success"] is True
     buckets = parts_of(directory, BUCKETS)
     body = {"num_buckets": len(buckets), "buckets": buckets, "group_name": "weight_sync_group"}
-    # What is not the model's is told before anything is sent, and leaves the group as it is.
+    # A tensor that the model lacks is refused before anything is sent, and the group stays as it is.
     first, *others = buckets
     for wrong, field, words in (
         ([{**first, "shapes": [[1], *first["shapes"][1:]]}, *others], "transport", first["names"][0]),
@@ -303,7 +303,7 @@ async def test_tensors_that_come_at_once(plane: Plane) -> None:
             told = [fine(reply) for reply in await asyncio.gather(*calls)]
             assert [one["weight_version"] for one in told if "weight_version" in one] == [str(seed)]
             held = {one["message"] for one in told if "weight_version" not in one}
-            assert held == {f"1 tensors are held, {count} of this update" for count in range(1, len(bodies))}
+            assert held == {f"1 tensors have come, {count} of this update" for count in range(1, len(bodies))}
             assert await served(http) == [(True, str(seed))] * WORKERS
 
 
@@ -452,14 +452,14 @@ async def test_tied_embeddings_may_come_or_not(plane: Plane) -> None:
                 one = {"serialized_named_tensors": payload({name: broken[name] for name in names})}
                 return await http.post("/update_weights_from_tensor", json=one)
 
-            assert "are held" in fine(await body_of(some))["message"]
+            assert "have come" in fine(await body_of(some))["message"]
             told_of = refused(await body_of([TIED, last]), 400)
             assert (told_of["code"], told_of["field"], told_of["fix"]) == ("invalid_weights", TIED, TIE_FIX), (
                 told_of
             )
             fine(await http.post("/begin_weight_update", json={}))
             for names in ([TIED], [*some, last]):
-                assert "are held" in fine(await body_of(names))["message"]
+                assert "have come" in fine(await body_of(names))["message"]
             told_of = refused(await http.post("/end_weight_update", json={}), 400)
             assert (told_of["code"], told_of["field"]) == ("invalid_weights", TIED), told_of
             assert await served(http) == [(True, str(step))]

@@ -72,7 +72,7 @@ async def test_what_clients_ask_before_they_begin(plane: Plane, http: httpx.Asyn
     assert isinstance(fine(await http.get("/server_info?config_format=text"))["vllm_config"], str)
 
 
-async def test_pause_ends_running_requests_unless_told_otherwise(http: httpx.AsyncClient) -> None:
+async def test_a_pause_ends_running_requests_unless_its_mode_is_keep(http: httpx.AsyncClient) -> None:
     begun = asyncio.Event()
     stream = asyncio.create_task(streaming(http, begun))
     await begun.wait()
@@ -148,7 +148,7 @@ async def test_caches_checks_and_sleep(http: httpx.AsyncClient) -> None:
     assert fine(await http.post("/weight_checker", json=other)) == {"match": False, "mismatches": [one]}
     refused(await http.post("/weight_checker", json={"action": "compare"}), 400)
     refused(await http.post("/weight_checker", json={"action": "guess"}), 400)
-    # Asleep, nobody serves; the weights are not trusted when they are back.
+    # Sleeping engines serve nothing; their weights are not trusted when they wake up.
     assert fine(await http.post("/sleep?level=1")) == {"status": "sleeping", "level": 1}
     assert fine(await http.get("/is_sleeping")) == {"is_sleeping": True}
     assert not any(admitted for admitted, _ in await served(http))
@@ -227,7 +227,7 @@ async def test_a_sleep_that_only_paused_ends_where_no_memory_can_be_released(pla
         refused(await http.post("/wake_up?tags=dreams"), 400)
 
 
-async def test_asleep_an_update_needs_the_weights_and_nobody_is_served_before_all_is_awake(
+async def test_a_sleeping_engine_needs_its_weights_for_an_update_and_serves_once_all_is_awake(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
     """SkyRL sends weights so when its trainer has the same GPU. The KV cache comes last."""
@@ -260,7 +260,7 @@ async def test_a_second_start_of_an_update_is_refused(plane: Plane, http: httpx.
     refused(await http.post("/start_weight_update"), 409)
     fine(await http.post("/finish_weight_update", json={"weight_version": "step_1"}))
     assert await served(http) == [(True, "step_1")] * 3
-    # One that failed is over, and so is one that was aborted by other means.
+    # A failed update is over, and so is an update that another caller aborted.
     fine(await http.post("/start_weight_update"))
     refused(await http.post("/update_weights", json={"update_info": {"weight_dir": "/nowhere"}}), 400)
     error = refused(await http.post("/update_weight_version", json={"new_version": "step_2"}), 409)
@@ -413,7 +413,7 @@ async def test_a_finish_by_way_of_another_frontend_is_of_the_update_that_waits(
             assert fine(await finish(at, label))["version"] == done["version"]
         for at in (other, http):
             assert refused(await finish(at, "step_3"), 409)["field"] == "weight_version"
-        # One that is not there any more is not answered by the one before it.
+        # A call about an update that has gone does not get the answer of the update before it.
         await begin(http, 1)
         fine(await http.post("/v1/rl/abort_weights_update", json={}))
         for at in (other, http):
@@ -421,7 +421,7 @@ async def test_a_finish_by_way_of_another_frontend_is_of_the_update_that_waits(
         assert await served(http) == [(True, "step_2")] * 3
 
 
-async def test_a_finish_that_finds_the_fleet_taken_waits_and_one_that_finds_it_gone_says_so(
+async def test_a_finish_waits_for_a_locked_fleet_and_reports_a_lost_fleet(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer is no 503, because a client would send the weights again. The finish waits longer than its trainer
@@ -528,7 +528,7 @@ async def test_versions_that_differ_are_an_error_that_names_them(plane: Plane, h
     assert fine(await http.get("/get_world_size")) == {"world_size": 4}
     hung.stop()
     try:
-        # Side by side, as the fleet forgets a worker that is silent for long. Nor is a version told for it.
+        # Side by side, as the fleet forgets a worker that is silent for long. The reply has no version for it.
         paths = ("/get_world_size", "/weight_info", "/get_weight_version", "/model_info")
         for answer in await asyncio.gather(*(http.get(path) for path in paths)):
             error = refused(answer, 503)

@@ -209,7 +209,7 @@ async def speaking(routes: SharedRoutes) -> AsyncIterator[httpx.AsyncClient]:
     await routes.close()
 
 
-async def test_a_shared_path_is_told_apart_by_its_body(routes: SharedRoutes) -> None:
+async def test_the_body_of_a_request_chooses_the_handler_of_a_shared_path(routes: SharedRoutes) -> None:
     def named(name: str) -> Any:
         async def answer(request: DialectRequest) -> Any:
             return name
@@ -255,7 +255,9 @@ async def test_bodies_are_read_as_clients_send_them(routes: SharedRoutes) -> Non
         assert (answer.content, answer.headers["content-length"]) == (b"null", "4")
 
 
-async def test_an_unknown_field_is_told_of_once(routes: SharedRoutes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_route_warns_once_of_an_unknown_field(
+    routes: SharedRoutes, caplog: pytest.LogCaptureFixture
+) -> None:
     async def numbers(request: ParsedRequest[Numbers]) -> Any:
         return request.fields.number
 
@@ -273,9 +275,7 @@ FOUND_BY = {"/v1/rl/update_weights": {"weight_dir": ""}, "/update_weight_version
 """The body that makes a request a dialect's, where the path alone does not."""
 
 
-async def test_every_route_tells_of_a_field_that_it_does_not_know(
-    plane: Plane, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_every_route_warns_of_an_unknown_field(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
     """The warning comes whatever else the route answers."""
     caplog.set_level(logging.WARNING, "frontend.server.shared_routes")
     plane.spawn()
@@ -336,7 +336,7 @@ async def test_equal_calls_under_way_share_one_answer(routes: SharedRoutes) -> N
         await started_.acquire()
         gone = asyncio.create_task(http.post("/slow", json={"a": 1}))
         await asyncio.sleep(0)
-        gone.cancel()  # its caller goes; the call goes on
+        gone.cancel()  # its caller disconnects; the call continues
         again = asyncio.create_task(http.post("/slow", json={"a": 1}))
         other = asyncio.create_task(http.post("/slow", json={"a": 2}))
         await started_.acquire()
@@ -346,7 +346,7 @@ async def test_equal_calls_under_way_share_one_answer(routes: SharedRoutes) -> N
         assert (await http.post("/slow", json={"a": 1})).json() == 3
 
 
-async def test_a_part_that_is_done_is_not_done_again_while_its_update_goes_on(routes: SharedRoutes) -> None:
+async def test_a_repeated_part_runs_once_in_its_update(routes: SharedRoutes) -> None:
     update: list[str | None] = ["one"]
     runs = []
 
@@ -376,7 +376,7 @@ async def test_a_part_that_is_done_is_not_done_again_while_its_update_goes_on(ro
         assert len(runs) == 5, "what failed is done again"
         update[0] = "two"
         assert [await told(a=1), await told(a=1)] == [6, 6]
-        await http.post("/other")  # somebody else's, it may be
+        await http.post("/other")  # it may belong to another caller
         assert await told(a=1) == 6
         update[0] = None  # its update has ended with it: the next one may have the same body
         assert [await told(a=1), await told(a=1)] == [7, 8]
@@ -389,7 +389,7 @@ async def test_a_part_that_is_done_is_not_done_again_while_its_update_goes_on(ro
             assert error["field"] == "Idempotency-Key"
 
 
-# ---- the version that is told ----
+# ---- the version that a route reports ----
 
 
 class Rows:
@@ -425,7 +425,7 @@ class Rows:
         (((False, None), (False, None)), Unavailable),
     ],
 )
-async def test_a_version_is_told_when_it_is_one(rows: Any, told: Any) -> None:
+async def test_the_facade_names_a_version_only_if_all_workers_serve_it(rows: Any, told: Any) -> None:
     fleet: Any = Rows(*rows)
     if isinstance(told, str):
         assert (await served_version(fleet))["label"] == told
@@ -449,7 +449,7 @@ async def test_a_version_is_told_when_it_is_one(rows: Any, told: Any) -> None:
         (InvalidRequest("x"), 400),
     ],
 )
-def test_once_a_transfer_may_have_begun_nobody_is_asked_to_repeat_it(raised: Any, status: int) -> None:
+def test_an_error_after_a_transfer_began_does_not_ask_for_a_repeat(raised: Any, status: int) -> None:
     with pytest.raises(type(raised) if status != 409 else Conflict) as caught, begun():
         raise raised
     assert caught.value.http_status == status

@@ -154,7 +154,7 @@ async def test_checkpoint_engine_updates_a_fleet(plane: Plane, server: Commanded
         await proven(http, ids, 3, "step_3")
         assert "received different bytes" in refused(await update(1, damaged=1), 409)["message"]
         assert "has no socket for" in refused(await update(1, gpus=GPUS[:1]), 501)["message"]
-        # The other worker is stopped, unless it had everything already. Its server is told, and does not wait.
+        # The other worker is stopped, unless it had everything already. Its server learns that, and does not wait.
         assert await server.do("end") in ("", "RuntimeError: Failed to update weights due to remote errors")
         away = {"zmq_handles": dict.fromkeys(GPUS, "tcp://10.0.0.1:1")}
         assert (

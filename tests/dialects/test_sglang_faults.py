@@ -78,7 +78,7 @@ async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None
             await proven(http, left, 2, "after")
 
 
-async def test_an_update_that_is_lost_after_its_last_part_is_told_at_each_end(plane: Plane) -> None:
+async def test_each_end_call_reports_an_update_that_was_lost_after_its_last_part(plane: Plane) -> None:
     """The reason of the loss and the number of repeated calls make no difference: each call reports the loss."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
@@ -377,7 +377,7 @@ async def test_a_fleet_that_is_gone_after_a_part(plane: Plane) -> None:
             refused(await call, 409)
 
 
-async def test_a_group_that_nobody_comes_to(plane: Plane) -> None:
+async def test_a_group_fails_if_its_trainer_miscounts_or_dies(plane: Plane) -> None:
     """A trainer with a wrong count gets an error at once. If a trainer dies while the group forms, the workers stay
     closed until they are enabled."""
     witnesses = Witnesses(plane)

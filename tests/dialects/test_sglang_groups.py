@@ -42,7 +42,7 @@ def _group(name: str) -> GroupFields:
     return GroupFields(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=3, group_name=name)
 
 
-async def test_groups_that_waited_behind_one_that_failed_fail_with_it() -> None:
+async def test_groups_that_wait_behind_a_failed_group_fail_with_it() -> None:
     """The groups belong to one trainer, which has died. Each would hold the ranks for its whole time, one after
     another."""
     forming = _Forming()
@@ -60,7 +60,7 @@ async def test_groups_that_waited_behind_one_that_failed_fail_with_it() -> None:
     assert forming.asked == ["a", "b"]
 
 
-async def test_a_group_that_was_wrong_keeps_nobody_out() -> None:
+async def test_a_wrong_group_does_not_stop_the_next_group() -> None:
     forming = _Forming()
     groups = forming.groups()
     calls = [asyncio.create_task(groups.form(_group(name), "")) for name in ("a", "b")]

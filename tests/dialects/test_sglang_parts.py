@@ -70,10 +70,10 @@ async def test_a_part_that_comes_again_when_it_is_done(plane: Plane) -> None:
             ]  # the same weights, by another name
             for part in parts:
                 told = fine(await http.post(path, json=part))
-                assert "are held" in told["message"]
+                assert "have come" in told["message"]
                 await http.post("/abort_request", json={"rid": "nobody"})  # of a rollout's client
                 assert fine(await http.post(path, json=part)) == told
-            assert fine(await http.post(path, json=parts[0]))["message"].startswith("1 tensors are held, 1 of")
+            assert fine(await http.post(path, json=parts[0]))["message"].startswith("1 tensors have come, 1 of")
             done = fine(await http.post(path, json=last))
             assert done["weight_version"] == str(step)
             for _ in range(2):
@@ -82,7 +82,7 @@ async def test_a_part_that_comes_again_when_it_is_done(plane: Plane) -> None:
             assert (await http.get("/flush_cache")).status_code == 200
         # Another update has come between: it is another call now.
         fine(await http.post("/v1/rl/update_weights", json={"transport": on_disk(plane, 2)}))
-        assert "are held" in fine(await http.post(path, json=last))["message"]
+        assert "have come" in fine(await http.post(path, json=last))["message"]
         # Under one id there is one call.
         first, second = parts[:2]
         named = {"Idempotency-Key": "one"}
@@ -103,7 +103,7 @@ async def test_repeated_tensors_belong_to_the_update_that_was_opened_since(plane
             for _ in range(2):
                 assert fine(await http.post(path, json=body))["weight_version"] == "one"
             fine(await http.post(opens, json={}))
-            assert "are held" in fine(await http.post(path, json=body))["message"]
+            assert "have come" in fine(await http.post(path, json=body))["message"]
             assert fine(await http.post(ends, json={}))["weight_version"] == "one"
         assert fine(await http.get("/v1/rl/state"))["sequence"] == 4
 
@@ -141,7 +141,7 @@ async def test_a_part_that_comes_while_the_update_is_committed(plane: Plane) -> 
         async with just_before("update_weights", meanwhile):
             assert refused(await http.post("/end_weight_update", json={}), 503)["code"] == "locked"
         (told,) = await asyncio.gather(*calls)
-        assert fine(told)["message"] == f"1 tensors are held, {len(parts) + 1} of this update"
+        assert fine(told)["message"] == f"1 tensors have come, {len(parts) + 1} of this update"
         assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one"
         assert await served(http) == [(True, "one")] * 2
 
@@ -191,7 +191,7 @@ async def test_a_name_that_was_given_at_one_frontend_is_known_at_another(plane: 
         assert await served(one) == [(True, "early")] * 2
 
 
-async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
+async def test_the_answer_reports_a_commit_though_nats_lost_the_end_of_its_update(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silence ends an update that was begun. Where nothing was committed, the call may be repeated."""
@@ -211,7 +211,7 @@ async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
         assert refused(await http.post("/end_weight_update", json={}), 503)["code"] == "bus_unreachable"
 
 
-async def test_what_a_frontend_held_and_is_lost_with_it_is_told_at_each_end(plane: Plane) -> None:
+async def test_each_end_call_reports_weights_that_were_lost_with_a_frontend(plane: Plane) -> None:
     plane.spawn_copies(2)
     whole = tensors_of(plane, 1)
     for opening in ("/begin_weight_update", "/pause_generation"):
@@ -231,7 +231,7 @@ async def test_what_a_frontend_held_and_is_lost_with_it_is_told_at_each_end(plan
             fine(await http.post("/continue_generation", json={}))
 
 
-async def test_newer_weights_make_up_for_those_that_are_lost(plane: Plane) -> None:
+async def test_a_newer_committed_version_replaces_lost_weights(plane: Plane) -> None:
     """Another trainer has committed newer weights without bodies, and labels them."""
     plane.spawn_copies(2)
     async with facade(plane) as http:
@@ -246,7 +246,7 @@ async def test_newer_weights_make_up_for_those_that_are_lost(plane: Plane) -> No
         assert await served(http) == [(True, "seven")] * 2
 
 
-async def test_an_update_that_is_not_whole_is_told_of(
+async def test_the_flush_and_the_log_report_an_incomplete_update(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """verl's order: buckets without a pause, then a flush."""
@@ -257,7 +257,7 @@ async def test_an_update_that_is_not_whole_is_told_of(
         fine(await http.post(path, json=first))
         for _ in range(2):
             error = refused(await http.get("/flush_cache"), 400)
-            assert f"1 of the model's {len(bodies)} tensors are held" in error["message"]
+            assert f"1 of the model's {len(bodies)} tensors have come" in error["message"]
             assert 0 < len(error["missing"]) <= min(8, len(rest))
             assert error["missing"][0] in error["message"]
         for one in rest:
@@ -287,7 +287,7 @@ async def test_a_begun_update_is_known_to_every_frontend_until_it_ends_or_expire
     async with facade(plane) as one, facade(plane) as other:
         fine(await one.post("/begin_weight_update", json={}))
         for part in (*parts, last):
-            assert "are held" in fine(await other.post(path, json=part))["message"]
+            assert "have come" in fine(await other.post(path, json=part))["message"]
         error = refused(await other.get("/flush_cache"), 400)
         assert ("is whole" in error["message"], "end_weight_update" in error["fix"]) == (True, True)
         assert await served(one) == [(True, "initial")] * 2
@@ -317,7 +317,7 @@ async def test_an_update_that_an_older_frontend_has_begun_can_continue(plane: Pl
     async with facade(plane) as http:
         await client.bus.put((await client.view()).subjects.state, OPENED, entry)
         assert (
-            "are held"
+            "have come"
             in fine(await http.post("/update_weights_from_tensor", json=tensors_of(plane, 1)))["message"]
         )
         assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one"

@@ -1,5 +1,5 @@
-"""Tensors that a trainer shares by SGLang's own serializer, from another process, into real models. The tokens tell
-what is served."""
+"""Tensors that a trainer shares by SGLang's own serializer, from another process, into real models. The tokens show
+which weights the fleet serves."""
 
 from __future__ import annotations
 

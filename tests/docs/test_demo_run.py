@@ -70,7 +70,7 @@ def left_behind(cwd: Path, tmp: Path | None = None) -> list[str]:
 @pytest.fixture
 def short_tmp() -> Iterator[Path]:
     """Engines' sockets lie in it. A socket's path may have 107 bytes: pytest's own folder is too deep, and they would
-    be put where nobody looks for what was left behind."""
+    be put where no test looks for leftovers."""
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         yield Path(folder)
 

@@ -484,7 +484,7 @@ async def test_a_start_that_fails_leaves_nothing(kind: Kind, models: Models, scr
 
 
 async def test_engines_that_begin_alike_draw_other_numbers(kind: Kind, models: Models) -> None:
-    """A group's choices are spread over the workers: those of one prompt and no seed are to differ.
+    """A group's choices are spread over the workers: the choices of one prompt without a seed must differ.
 
     Behind the tests that look for processes which were left: those of these two are reaped by and by."""
     made = []

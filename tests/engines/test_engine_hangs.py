@@ -56,7 +56,7 @@ async def test_a_real_engine_that_hangs_closes_its_worker_and_then_ends_it(plane
         return any(reason.startswith("engine: ") for reason in admission["reasons"])
 
     await plane.until(closed, 3 * DEFAULT_LIVENESS_TIMEOUT_S)
-    assert view.member(one.instance_id) is not None, "it may come back"
+    assert view.member(one.instance_id) is not None, "it may answer again"
 
     async def read_on() -> None:
         async with asyncio.timeout(3 * (HANG_S + DEFAULT_LIVENESS_TIMEOUT_S)):

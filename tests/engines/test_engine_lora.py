@@ -75,7 +75,7 @@ async def test_adapters_load_swap_and_unload(kind: Kind, engine: OffersMemory, m
     if kind.places == len(loaded):
         with pytest.raises(InvalidRequest, match="no place"):
             await load_adapter(engine, "z", models.adapters[1])
-    # New base weights keep the adapters, also those that are written in place.
+    # New base weights keep the adapters, also if an update writes them in place.
     await update(engine, models.tiny[2], 4)
     result = await says("x")
     assert is_of(result, models.tiny[2], models.adapters[2])
@@ -164,7 +164,7 @@ async def test_a_reset_under_a_request_of_an_adapter_that_was_replaced(
     assert (await one.end()).finish == "abort"
 
 
-async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(engine: OffersMemory, models: Models) -> None:
+async def test_requests_continue_with_a_replaced_adapter(engine: OffersMemory, models: Models) -> None:
     """This also holds in the middle of the requested tokens, and with everything that belongs to them."""
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
@@ -223,7 +223,7 @@ async def test_what_follows_the_swap_of_an_adapter_in_one_pause(
     await engine.resume()
 
 
-async def test_a_request_whose_adapter_could_not_be_replaced_goes_on(
+async def test_a_request_continues_if_its_adapter_could_not_be_replaced(
     kind: Kind, engine: OffersMemory, models: Models
 ) -> None:
     await update(engine, models.tiny[1], 1)

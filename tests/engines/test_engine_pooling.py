@@ -1,4 +1,4 @@
-"""A fleet of `hf`, vLLM and SGLang workers that serve one reward model: a caller can't tell them apart."""
+"""A fleet of `hf`, vLLM and SGLang workers that serve one reward model: a caller can't distinguish them."""
 
 from __future__ import annotations
 

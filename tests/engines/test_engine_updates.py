@@ -64,7 +64,7 @@ CACHED_TOKENS = 300
 # pause
 
 
-async def test_keep_freezes_and_goes_on(engine: OffersMemory) -> None:
+async def test_a_keep_pause_freezes_requests_and_a_resume_continues_them(engine: OffersMemory) -> None:
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(10)
     await engine.pause("keep", False)
@@ -366,7 +366,7 @@ async def test_running_requests_keep_their_kv_where_the_update_says_so(
     kept = logprobs_over_kv([models.tiny[1], models.tiny[2]], [[*prompt, *before], later])
     anew, _ = logprobs_of(models.tiny[2], [*prompt, *before], later)
     assert made == pytest.approx(kept, abs=LOGPROBS)
-    assert made != pytest.approx(anew, abs=LOGPROBS), "the test can tell kept KV from new KV"
+    assert made != pytest.approx(anew, abs=LOGPROBS), "the test can distinguish kept KV from new KV"
 
 
 async def test_kept_kv_has_the_label_of_its_oldest_weights_until_it_is_computed_again(
@@ -473,7 +473,7 @@ async def test_a_request_ends_before_the_first_token_of_no_numbers_and_no_other_
     assert engine.load() == (0, 0)
 
 
-async def test_generation_goes_on_while_weights_are_received(engine: OffersMemory, models: Models) -> None:
+async def test_an_engine_generates_while_it_receives_weights(engine: OffersMemory, models: Models) -> None:
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(5)
     for _ in range(3):

@@ -134,7 +134,7 @@ async def staged_adapter(engine: HfEngine, path: Path, cast: bool = False) -> st
 
 
 async def write_over(engine: HfEngine, tensors: TensorStream) -> None:
-    await asyncio.to_thread(engine.holder.overwrite, tensors, False, lambda: False)
+    await asyncio.to_thread(engine.holder.overwrite, tensors, lambda: False)
 
 
 async def load(engine: HfEngine, name: str, path: Path, sequence: int = 1, cast: bool = False) -> None:
@@ -175,7 +175,7 @@ async def test_a_mixed_batch_is_what_peft_makes_of_each(
 
 
 async def test_more_modules_than_peft_takes_by_name(start: Start, root: Path) -> None:
-    """PEFT replaces 20 or more names by shorter ones that mean the same."""
+    """PEFT replaces 20 or more names by shorter names with the same meaning."""
     from peft import PeftModel
 
     deep = make_tiny_model(root / "deep", seed=1, num_hidden_layers=5, hidden_size=64)
@@ -269,10 +269,12 @@ async def test_every_kind_of_adapter_that_peft_computes(start: Start, root: Path
         await load(engine, kind, path)
 
     async def check(model: Any, adapter: str | None) -> list[int]:
-        result = await run(engine, ask(prompt, adapter=adapter, logprobs=True))
+        result = await run(engine, ask(prompt, adapter=adapter, logprobs=True, prompt_logprobs=True))
         assert_greedy(model, prompt, result.tokens)
         expected = plain_logprobs(model, prompt, result.tokens)
         assert result.logprobs == pytest.approx(expected, abs=1e-4), adapter
+        scored = given_prompt_logprobs(result)
+        assert scored == pytest.approx(plain_prompt_logprobs(model, prompt), abs=1e-4), adapter
         return result.tokens
 
     made = [await check(load_plain(root / "merged"), "single experts")]
@@ -285,8 +287,6 @@ async def test_every_kind_of_adapter_that_peft_computes(start: Start, root: Path
         for kind, path in paths.items():
             model = PeftModel.from_pretrained(load_plain(base), path).eval()
             made.append(await check(model, kind))
-            rows = await engine.score([prompt], kind)
-            assert rows[0] == pytest.approx(plain_logprobs(model, prompt[:1], prompt[1:]), abs=1e-4)
     assert len({tuple(tokens) for tokens in made[: 2 + len(KINDS)]}) == 2 + len(KINDS)  # every adapter matters
 
 
@@ -708,8 +708,6 @@ async def test_an_overwrite_that_fails_leaves_weights_of_no_version(
 
     with pytest.raises(InvalidWeights, match="cut short"):
         await write_over(engine, broken())
-    with pytest.raises(InvalidWeights, match="missing"):
-        await write_over(engine, iter(list(checkpoint(witnesses[2]))[:3]))
     assert 0 < len((await engine.check_weights("compare"))[0]["mismatches"]) < len(engine.weight_spec())
     await engine.resume()
     result = await one.end()

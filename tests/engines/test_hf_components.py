@@ -40,7 +40,7 @@ async def makes(http: httpx.AsyncClient, path: Path, label: str, sequence: int, 
 
 
 async def ends_as_it_began(fleets: Fleets, stream: Streaming, component: str, path: Path, label: str) -> None:
-    """Checks that a stream goes on, and that one version made all of its tokens: those of plain transformers."""
+    """Checks that a stream continues, and that one version made all of its tokens: those of plain transformers."""
     seen = len(stream.tokens)
     await stream.until(lambda it: len(it.tokens) > seen + TOKENS)
     await fleets.end(stream, component)

@@ -56,7 +56,7 @@ async def test_a_fleet_of_witnesses(plane: Plane) -> None:
         assert after == chain(before[-1], len(after), 3)
         assert adapted.tokens == chain(PROMPT[-1], len(adapted.tokens), 0, 3)
         assert len({(span["sequence"], span["adapter"]["sequence"]) for span in adapted.spans}) == 2
-        # Failed half-way, all of it comes back.
+        # After a failure half-way, all of the memory is resumed.
         body = {**update_of(witnesses.base(4), "four", staging="none"), "digest": "blake3:" + "0" * 64}
         with pytest.raises(Exception, match="blake3"):
             await client.run("update_weights", body)

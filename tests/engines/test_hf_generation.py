@@ -186,7 +186,7 @@ async def test_what_noise_computed_is_behind_no_labelled_token(
     await running[0].reach(3)
     assert running[1].result.tokens == []  # its prefill is under way
     if in_place:
-        await asyncio.to_thread(engine.holder.overwrite, checkpoint(models.tiny), False, lambda: False)
+        await asyncio.to_thread(engine.holder.overwrite, checkpoint(models.tiny), lambda: False)
         engine.set_version(version(1))
     else:
         await engine.swap(await stage(engine, models.tiny), version(1))
@@ -274,7 +274,7 @@ async def test_stop_tokens_eos_and_length(start: Start, models: Models) -> None:
     chain = witnessed(1, 9, 8)
     stopped = await run(engine, ask([9], stop_token_ids=[chain[3], 511], max_tokens=8))
     assert (stopped.tokens, stopped.finish) == (chain[:4], "stop")
-    # The witness's eos follows itself; from here greedy decoding would go on with it for ever.
+    # The witness's eos follows itself; from here greedy decoding would repeat it for ever.
     ended = await run(engine, ask([0], ignore_eos=False, max_tokens=8))
     assert (ended.tokens, ended.finish, ended.text) == ([0], "stop", "")
     ignored = await run(engine, ask([0], max_tokens=3))
@@ -363,7 +363,7 @@ async def test_an_abort_ends_a_request_that_is_tokenized_still(
 
 
 async def test_what_a_request_allows_and_bars(start: Start, models: Models, plain: Any) -> None:
-    """Each token is the likeliest of those that are left, and its logprob is the raw one."""
+    """Each token is the likeliest of the tokens that are left, and its logprob is the raw one."""
     engine = await start(models.tiny)
     prompt = prompt_of(1, 9)
     free = (await run(engine, ask(prompt))).tokens
@@ -505,7 +505,7 @@ def test_bad_options_are_refused_before_anything_starts(
     assert caught.value.facts["field"] == field
 
 
-async def test_the_engine_tells_what_it_is(models: Models) -> None:
+async def test_the_hf_engine_describes_itself(models: Models) -> None:
     from worker.engines.hf.adapter import build
 
     engine = build(EngineOptions(models.tiny, dtype="bfloat16", device="cpu", extra={"num_blocks": "8"}))

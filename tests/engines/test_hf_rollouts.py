@@ -102,7 +102,7 @@ async def test_both_versions_stand_where_the_seam_is(plane: Plane, http: httpx.A
     assert stream.logprobs[seam:] == pytest.approx(made[0], abs=LOGPROB)
 
 
-async def test_an_aborting_pause_gives_the_tokens_back_and_they_go_on_as_a_prefix(
+async def test_an_aborting_pause_returns_the_tokens_and_a_new_request_continues_them(
     plane: Plane, http: httpx.AsyncClient, first: Path
 ) -> None:
     second = make_witness_model(plane.tmp / "weights" / "witness2", 2)

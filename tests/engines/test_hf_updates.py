@@ -39,7 +39,7 @@ from tests.support.hf_runs import (
 from tests.support.reference import logprobs_over_kv
 from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.torch_weights import ModelWeights
-from worker.receive.staging import TIE_FIX, model_digest
+from worker.receive.staging import TIE_FIX, check_specs, model_digest
 from worker.testing.tiny_model import make_tiny_model
 
 __all__ = ["models", "plain", "start"]
@@ -80,7 +80,9 @@ async def test_closing_the_iterator_ends_the_request_in_the_engine(start: Start,
     assert engine.load() == (0, 0)
 
 
-async def test_a_full_cache_evicts_and_goes_on_and_aborts_leave_nobody_stuck(start: Start, models: Models) -> None:
+async def test_a_full_cache_evicts_and_continues_requests_and_aborts_leave_no_request_stuck(
+    start: Start, models: Models
+) -> None:
     # 40 blocks of 4 tokens; each of the ten needs 26 in the end.
     engine = await start(models.witness[1], num_blocks=40, page_size=4, max_batch_tokens=32)
     engine.set_version(version(0))
@@ -105,7 +107,9 @@ async def test_a_full_cache_evicts_and_goes_on_and_aborts_leave_nobody_stuck(sta
     )
 
 
-async def test_pause_keep_freezes_between_two_tokens_and_resume_goes_on(start: Start, models: Models) -> None:
+async def test_a_keep_pause_freezes_between_two_tokens_and_a_resume_continues(
+    start: Start, models: Models
+) -> None:
     engine = await start(models.witness[1])
     one = Run(engine, ask([7], max_tokens=300))
     await one.reach(10)
@@ -226,7 +230,7 @@ async def test_waits_and_other_pauses(start: Start, models: Models) -> None:
     await one.reach(1)
     await engine.pause("keep", clear_cache=False)
     held = Run(engine, ask([8]))
-    # From `keep`, a wait lets the frozen ones go on; cancelled, it leaves them frozen again.
+    # From `keep`, a wait continues the frozen requests; if it is cancelled, they freeze again.
     waiting = asyncio.create_task(engine.pause("wait", clear_cache=False))
     await one.reach(len(one.result.tokens) + 20)
     waiting.cancel()
@@ -414,20 +418,29 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
     assert dict(engine.weight_spec()) == {key: tensor.spec for key, tensor in good.items()}
     assert engine.holder.tied_tensors() == {}
 
-    def staging(tensors: dict[str, HostTensor], cast: bool = False) -> str:
-        return hold(engine, iter(tensors.items()), cast)
+    def check(tensors: dict[str, HostTensor], cast: bool = False) -> None:
+        check_specs(engine.weight_spec(), {}, {key: tensor.spec for key, tensor in tensors.items()}, cast)
 
+    check(good)
     with pytest.raises(InvalidWeights, match=name):
-        staging({key: tensor for key, tensor in good.items() if key != name})
+        check({key: tensor for key, tensor in good.items() if key != name})
     with pytest.raises(InvalidWeights):
-        staging({**good, "more.weight": good[name]})
+        check({**good, "more.weight": good[name]})
     with pytest.raises(InvalidWeights):
-        staging({**good, name: good["model.norm.weight"]})
+        check({**good, name: good["model.norm.weight"]})
     half = dict(checkpoint(models.tiny, torch.bfloat16))
     with pytest.raises(InvalidWeights, match="BF16"):
-        staging(half)
+        check(half)
+    check(half, cast=True)
+    for wrong in (
+        {key: tensor for key, tensor in good.items() if key != name},
+        {**good, "more.weight": good[name]},
+        {**good, name: good["model.norm.weight"]},
+    ):  # the engine checks again what the receiver should have refused
+        with pytest.raises(InvalidWeights):
+            hold(engine, iter(wrong.items()))
     with pytest.raises(EngineFailed, match="cancelled"):
-        engine.holder.stage(iter(good.items()), False, lambda: True)
+        engine.holder.stage(iter(good.items()), lambda: True)
 
     # A transport may use its buffer again as soon as the next tensor is asked for.
     def reused() -> Iterator[tuple[str, HostTensor]]:
@@ -440,9 +453,9 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
     before = await engine.check_weights("checksum")
     await engine.swap(hold(engine, reused()), version(1))
     assert await engine.check_weights("checksum") == before
-    await engine.swap(staging(half, cast=True), version(2))
+    await engine.swap(hold(engine, iter(half.items())), version(2))
     assert await engine.check_weights("checksum") != before
-    spare = staging(good)
+    spare = hold(engine, iter(good.items()))
     await engine.discard(spare)
     with pytest.raises(EngineFailed):
         await engine.swap(spare, version(3))
@@ -568,7 +581,7 @@ def test_fused_and_tied_weights_keep_their_checkpoint_names(tmp_path: Path, tied
     ids = torch.arange(10)[None]
     with torch.no_grad():
         assert not torch.allclose(one(ids).logits, two(ids).logits)
-        weights.load(weights.stage(checkpoint(tmp_path / "2"), False, lambda: False))
+        weights.load(weights.stage(checkpoint(tmp_path / "2"), lambda: False))
         assert torch.equal(one(ids).logits, two(ids).logits)
     assert weights.checks.checksum() == ModelWeights(two).checks.checksum()
 
@@ -588,10 +601,10 @@ def test_a_tensor_that_the_model_keeps_wider_is_taken_as_it_was_saved_and_never_
     weights = ModelWeights(model, saved_specs(file.parent))
     types = {name: spec.dtype for name, spec in weights.spec.items() if spec.dtype != "BF16"}
     assert types == {bias: "F32"}
-    assert weights.stage(checkpoint(file.parent), False, lambda: False).tensors.keys() == exact.keys()
+    assert weights.stage(checkpoint(file.parent), lambda: False).tensors.keys() == exact.keys()
     wide = {name: tensor.to(torch.float32) for name, tensor in exact.items()}
     save_file(wide, file, metadata={"format": "pt"})
-    weights.load(weights.stage(checkpoint(file.parent), True, lambda: False))
+    weights.load(weights.stage(checkpoint(file.parent), lambda: False))
     held = model.state_dict()
     assert all(torch.equal(held[name], exact[name]) for name in (bias, narrow))
 

@@ -66,7 +66,7 @@ def test_requests_of_one_run_until_both_are_paused(cores: list[LockstepCore]) ->
 
 
 def test_a_request_that_is_gone_before_its_first_step(cores: list[LockstepCore]) -> None:
-    """The other one has been told of it, and makes an empty step."""
+    """The other core knows of it, and makes an empty step."""
     for core in cores:
         core.start_wave(0, excluded=0)
     for core in cores:

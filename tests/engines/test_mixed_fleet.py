@@ -1,4 +1,4 @@
-"""One fleet of `hf`, `vllm` and `sglang` workers: a trainer can't tell them apart, and all serve what is committed."""
+"""One fleet of `hf`, `vllm` and `sglang` workers: a trainer can't distinguish them, and all serve what is committed."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def late_ones(client: RlClient, mixed: Mixed) -> dict[str, Stream]:
     }
 
 
-async def test_streams_go_on_after_a_pause_that_keeps_them(mixed: Mixed, client: RlClient) -> None:
+async def test_streams_continue_after_a_keep_pause(mixed: Mixed, client: RlClient) -> None:
     base = seed_of(await settled(client, mixed))
     streams = await begun(client, mixed)
     await client.run("pause", {"mode": "keep"})
@@ -283,9 +283,7 @@ async def test_a_pause_that_aborts_gives_the_tokens_so_far(mixed: Mixed, client:
     await client.run("resume", {})
 
 
-async def test_a_stream_that_is_kept_across_an_update_tells_which_weights_made_which_tokens(
-    mixed: Mixed, client: RlClient
-) -> None:
+async def test_a_stream_across_an_update_names_the_weights_of_each_token(mixed: Mixed, client: RlClient) -> None:
     before = seed_of(await settled(client, mixed))
     after = before % 3 + 1
     streams = await begun(client, mixed)
@@ -300,7 +298,7 @@ async def test_a_stream_that_is_kept_across_an_update_tells_which_weights_made_w
             assert token == last, (engine, place, change)
 
 
-async def test_streams_of_an_adapter_that_is_swapped_go_on_by_the_new_one(mixed: Mixed, client: RlClient) -> None:
+async def test_streams_of_a_swapped_adapter_continue_with_the_new_adapter(mixed: Mixed, client: RlClient) -> None:
     await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
     await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(1))})
     streams = await begun(client, mixed, adapter="style")
@@ -327,7 +325,7 @@ async def test_a_request_goes_to_an_engine_that_can_do_it(mixed: Mixed, http: ht
         assert set(choice["token_ids"]) <= {7, 8}
 
 
-async def test_a_choice_goes_on_at_any_other_engine(
+async def test_any_other_engine_continues_a_choice(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, logprobs, text and labels, as if one had made it."""
@@ -437,7 +435,7 @@ def _check_calls(calls: Any, choice: Any) -> None:
         assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"place": "here"})
 
 
-async def test_a_text_keeps_its_form_when_it_goes_on_at_another_engine(
+async def test_another_engine_continues_a_text_in_its_form(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
@@ -472,7 +470,7 @@ async def test_a_caller_that_leaves_ends_its_request_in_each_engine(
 async def test_the_load_that_engines_count_themselves(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
-    """vLLM and SGLang tell the use of their KV cache. `hf` does not, and then there is no number."""
+    """vLLM and SGLang report the use of their KV cache. `hf` does not, and then there is no number."""
     rooms = {name: (await client.call(key, "describe")).body["kv_tokens"] for name, key in mixed.ids.items()}
     assert rooms["hf"] is None
     assert min(rooms["vllm"], rooms["sglang"]) > 1000
@@ -514,7 +512,7 @@ async def test_prompt_logprobs_are_the_references(mixed: Mixed, client: RlClient
         name: await asyncio.to_thread(prompt_logprobs, base, prompt, path)
         for name, path in ((None, None), ("scored", adapter))
     }
-    # What is compared must tell the two apart.
+    # The compared values must differ between the two.
     assert max(abs(one - other) for one, other in zip(*truth.values(), strict=True)) > 4 * LOGPROB
     for engine, instance_id in mixed.ids.items():
         for name in truth:

@@ -303,8 +303,8 @@ async def test_verls_own_client_drives_all_three(
 async def test_a_choice_outlives_the_workers_and_the_weights_that_made_it(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
-    """The last one: it leaves `hf` alone. First a worker is killed, then one whose engine loses a process ends itself.
-    What comes back: tests/kill/test_engine_kills.py."""
+    """The last test: it leaves `hf` alone. A worker is killed. Then the engine of another worker loses a process, and
+    that worker ends itself. How they recover: tests/kill/test_engine_kills.py."""
     await mixed.witnessed(client)
     before, after = 1, 2
     workers = {

@@ -23,7 +23,7 @@ from tests.support.cores import bound_cores
 from tests.support.each_transport import Shelf, stepped
 from tests.support.faults import Stream
 from tests.support.fleet_updates import all_serve, update_of
-from tests.support.group_pushes import Pushing, _send_all
+from tests.support.group_pushes import Pushing, send_all
 from tests.support.group_trainer import Trainer as GroupTrainer
 from tests.support.mixed_fleet import (
     ARGUMENTS,
@@ -212,7 +212,7 @@ async def test_one_replica_is_killed_while_weights_come(mixed: Mixed, client: Rl
                 with pytest.raises(PlaneError):
                     await one.end()
             with suppress(Unavailable):  # the host agent may take the last bucket before it is ended
-                await _send_all(trainer)
+                await send_all(trainer)
             await trainer.do("close")
             with pytest.raises(PlaneError):
                 await client.run("complete_weights_update")

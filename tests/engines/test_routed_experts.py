@@ -7,6 +7,7 @@ import io
 from base64 import b64decode
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -22,9 +23,11 @@ from rl_plane.protocol.routed_experts import RoutedExperts, as_int32, as_npy, wi
 from rl_plane.protocol.token_batching import joined, merged
 from tests.support.frontend_process import ask, error_of, events_of, frontend
 from tests.support.moe import LAYERS, TOP_K, check_experts, make_moe_model
+from tests.support.sent_parts import sent_parts
 from tests.support.streaming_client import Streaming, ready
-from worker.engines.vllm.streams import _routed
-from worker.generation_service import MAX_ROUTED_ALONE, MAX_ROUTED_BESIDE, _in_parts
+from worker.engines.common.spans import Label
+from worker.engines.vllm.streams import Streams
+from worker.generation_service import MAX_ROUTED_ALONE, MAX_ROUTED_BESIDE
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -64,11 +67,39 @@ def arrays(*found: RoutedExperts | None) -> list[Any]:
     return [np.load(io.BytesIO(b64decode(as_npy(one) or ""))) for one in found]
 
 
-def test_vllms_rows_are_taken_as_they_are() -> None:
-    told = np.arange(24, dtype=np.uint16).reshape(4, 3, 2)
-    (read,) = arrays(_routed(told))
-    assert (read == told).all()
-    assert _routed(None) is None
+class VllmOutput:
+    """Stands in for vLLM's front end and for its queue of one request, which has one output: the last."""
+
+    errored = False
+
+    def __init__(self, rows: Any) -> None:
+        choice = {"token_ids": [5], "finish_reason": "length", "routed_experts": rows, "weight_versions": None}
+        self._output = SimpleNamespace(outputs=[SimpleNamespace(**choice, logprobs=None)], finished=True)
+        self.output_processor = SimpleNamespace(external_req_ids={})
+
+    async def add_request(self, *request: Any, **more: Any) -> VllmOutput:
+        return self
+
+    def put(self, output: Any) -> None:
+        pass
+
+    def get_nowait(self) -> Any:
+        return self._output
+
+
+@pytest.mark.engines("vllm")
+@pytest.mark.parametrize("rows", [np.arange(24, dtype=np.uint16).reshape(4, 3, 2), None])
+async def test_vllms_rows_are_taken_as_they_are(rows: Any) -> None:
+    process: Any = SimpleNamespace(llm=VllmOutput(rows), translated=lambda error: error)
+    streams = Streams(process, frozenset(), lambda name, adapter: Label(None))
+    request = GenerateRequest(id="x", prompt_token_ids=[1], max_tokens=4, routed_experts=True)
+    (piece,) = [piece async for piece in streams.run(request, [1], None)]
+    if rows is None:
+        assert piece.routed is None
+    else:
+        (read,) = arrays(piece.routed)
+        assert read.dtype == rows.dtype
+        assert (read == rows).all()
 
 
 def test_parts_of_two_models_are_no_reply() -> None:
@@ -78,22 +109,22 @@ def test_parts_of_two_models_are_no_reply() -> None:
     assert RoutedExperts.joined([None, None]) is None
 
 
-def test_many_rows_go_ahead_in_messages_that_are_not_too_long() -> None:
+async def test_many_rows_go_ahead_in_messages_that_are_not_too_long() -> None:
     rows = rows_of(0, 2 * MAX_ROUTED_ALONE // 6)
     few = rows_of(0, MAX_ROUTED_BESIDE // 6)
     batch = [GenerateDelta(token_ids=[1], routed_experts=rows), GenerateDelta(token_ids=[2], routed_experts=few)]
-    *ahead, last = _in_parts(merged(batch), 0)
+    *ahead, last = await sent_parts(merged(batch))
     assert (last.token_ids, last.routed_experts) == ([1, 2], None)
     assert all(
         part.is_ahead and len(part.model_dump()["routed_experts"]["data"]) <= MAX_ROUTED_ALONE for part in ahead
     )
     together = RoutedExperts.joined(part.routed_experts for part in ahead)
     assert together == RoutedExperts.joined([rows, few])
-    (whole,) = _in_parts(batch[1], 0)
+    (whole,) = await sent_parts(batch[1])
     assert whole == batch[1]
 
 
-def test_rows_that_went_ahead_take_nothing_of_their_tokens_with_them() -> None:
+async def test_rows_that_went_ahead_take_nothing_of_their_tokens_with_them() -> None:
     """A reader finds them together."""
     rows = rows_of(0, 2 * MAX_ROUTED_ALONE // 6)
     sent = GenerateDelta(
@@ -105,12 +136,12 @@ def test_rows_that_went_ahead_take_nothing_of_their_tokens_with_them() -> None:
         finish_reason="length",
         routed_experts=rows,
     )
-    (read,) = joined(list(_in_parts(sent, 0)))
+    (read,) = joined(await sent_parts(sent))
     assert read == sent
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_another_worker_goes_on_where_the_rows_ended(ahead: int) -> None:
+def test_another_worker_continues_where_the_rows_ended(ahead: int) -> None:
     """`ahead`: rows of tokens that were lost with their worker."""
     progress, choice = (
         GenerationProgress(GenerateRequest(id="x", prompt_token_ids=[5, 6, 7], max_tokens=9)),
@@ -193,7 +224,9 @@ async def every_route(http: httpx.AsyncClient, model: Path, instance_id: str) ->
     assert "routed_experts" not in plain["choices"][0]
 
 
-async def test_hf_tells_them_on_every_route(plane: Plane, http: httpx.AsyncClient, model: Path) -> None:
+async def test_hf_returns_routed_experts_on_every_route(
+    plane: Plane, http: httpx.AsyncClient, model: Path
+) -> None:
     (worker,) = await spawned(plane, model, {"engine": "hf", "max_batch_tokens": 40})
     await every_route(http, model, worker.instance_id)
     chat = greedily(messages=[], stream=True)
@@ -240,7 +273,7 @@ async def test_a_killed_worker_costs_no_row(plane: Plane, http: httpx.AsyncClien
 
 @pytest.mark.engines("sglang")
 @pytest.mark.timeout(400)
-async def test_sglang_tells_the_same(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_sglang_returns_routed_experts_on_every_route(plane: Plane, http: httpx.AsyncClient) -> None:
     # To SGLang each layer of such a model has experts.
     model = make_moe_model(plane.tmp / "moe", dense=[])
     arguments = {"engine": "sglang", "context_length": 2048, "enable_return_routed_experts": "true"}

@@ -150,7 +150,7 @@ async def test_a_version_that_every_engine_computes_wrongly_goes_back(
 
 
 @pytest.mark.parametrize("engine", ["sglang", "hf"])
-async def test_engines_that_differ_go_back_where_nothing_tells_which_one_is_right(
+async def test_differing_engines_return_to_the_version_before_without_a_reference(
     fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient, engine: str
 ) -> None:
     """Without the trainer's values, and of a version that was never served."""

@@ -1,5 +1,5 @@
 """The form of a text (`structured_output`) in real vLLM and real SGLang on a CPU: the text has it, its logprobs are of
-the model's own logits, and a text that another worker has begun goes on in its form."""
+the model's own logits, and a text that another worker has begun continues in its form."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_logprobs_are_of_the_models_own_logits(engine: OffersMemory, model
         assert is_of(other, models.tiny[1]), "a form binds its own request alone"
 
 
-async def test_a_continued_text_goes_on_in_its_form(engine: OffersMemory, models: Models) -> None:
+async def test_an_engine_continues_a_text_in_its_form(engine: OffersMemory, models: Models) -> None:
     await update(engine, models.tiny[1], 1)
     prompt = prompt_of(3, 11)
     whole = await run(engine, formed("regex", "[a-f]{30}=[0-9]{8}", prompt))

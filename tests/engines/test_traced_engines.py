@@ -1,4 +1,4 @@
-"""Traces of real engines: the bytes and the tokens that a trace tells are those of the engine."""
+"""Traces of real engines: the bytes and the tokens in a trace equal those of the engine."""
 
 from __future__ import annotations
 

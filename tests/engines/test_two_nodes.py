@@ -333,7 +333,7 @@ async def _serves(client: RlClient) -> bool:
     return [row.get("ready") for row in rows] == [True]
 
 
-async def test_the_head_is_told_to_end(mixed: Nodes) -> None:
+async def test_sigterm_to_the_head_ends_both_nodes(mixed: Nodes) -> None:
     family = mixed.family()
     mixed.head.signal(signal.SIGTERM)
     assert await mixed.end_within(LOST_S + END_S, mixed.head, mixed.node) == [OK, OK]

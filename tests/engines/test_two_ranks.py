@@ -21,7 +21,7 @@ from tests.support import each_transport, rank_faults
 from tests.support.cores import bound_cores
 from tests.support.faults import Stream
 from tests.support.fleet_updates import all_serve, update_of
-from tests.support.group_pushes import Pushing, _send_all
+from tests.support.group_pushes import Pushing, send_all
 from tests.support.group_trainer import Trainer as GroupTrainer
 from tests.support.ipc_trainer import Trainer as IpcTrainer
 from tests.support.mixed_fleet import (
@@ -199,7 +199,7 @@ async def test_an_adapter_that_one_rank_does_not_remove(
 
 @pytest.mark.parametrize("busy", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_one_rank_hangs_and_goes_on(
+async def test_the_engine_continues_after_one_rank_hung(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, rank: int, busy: bool
 ) -> None:
     """The round trip is one of all ranks, also where none makes tokens. A stream is as it would have been without."""
@@ -261,7 +261,7 @@ async def _killed_in_a_group(mixed: Mixed, client: RlClient, kill: Callable[[], 
         kill()
         async with asyncio.timeout(END_S):
             with suppress(Unavailable):  # the host agent may take the last bucket before it is ended
-                await _send_all(trainer)
+                await send_all(trainer)
             await trainer.do("close")
             with pytest.raises(PlaneError):
                 await client.run("complete_weights_update")

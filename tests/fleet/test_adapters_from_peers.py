@@ -67,8 +67,8 @@ async def test_adapters_whose_trainers_are_gone_come_from_another_worker(
 ) -> None:
     """Adapters by `ipc`, which no worker can fetch again, and by `nixl` after its trainer was killed.
 
-    The worker that the late one asks first is killed in the middle. The next late worker heals from the one that has
-    healed itself, with new base weights beneath. An adapter that is unloaded is offered no more."""
+    The worker that the late one asks first is killed in the middle. The next late worker heals from the worker that
+    has healed itself, with new base weights beneath. An adapter that is unloaded is offered no more."""
     client, pushing = await plane.client(), IpcTrainer()
     old = [one.instance_id for one in await asyncio.to_thread(plane.spawn_many, 2, model=plane.model(0))]
     one, two, three = (make_fake_adapter(plane.tmp / f"a{number}", number, plane.model(0)) for number in (1, 2, 3))

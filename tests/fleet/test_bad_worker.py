@@ -128,7 +128,7 @@ def test_one_worker_that_can_not_read_the_weights(curl: Curl, tmp_path: Path) ->
     assert status in (400, 409), reply
     assert rows(reply).keys() == {BAD, *GOOD}
     assert "outside the weight roots" in rows(reply)[BAD]["error"]["message"]
-    for instance_id in GOOD:  # it was ready, or was told to stop
+    for instance_id in GOOD:  # it was ready, or got the order to stop
         assert rows(reply)[instance_id].get("error", {}).get("code") in (None, "update_aborted")
     status, state = curl("curl -s localhost:8002/v1/rl/state")
     assert status == 200
@@ -140,7 +140,7 @@ def test_one_worker_that_can_not_read_the_weights(curl: Curl, tmp_path: Path) ->
     status, history = curl("curl -s localhost:8002/v1/rl/updates")
     assert [entry["outcome"] for entry in history["updates"] if entry["label"] == "step_1"] == ["aborted"]
 
-    # Without it: the others go on, and it is closed until it can follow.
+    # Without it: the others continue, and it is closed until it can follow.
     status, reply = curl(
         """curl -s localhost:8002/v1/rl/update_weights -d '{
           "transport": {"backend": "filesystem", "path": "'"$PWD"'/checkpoints/step_1"},

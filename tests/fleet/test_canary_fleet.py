@@ -23,7 +23,7 @@ from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.canary import default_canary
 from rl_plane.protocol.subjects import CANARY_HISTORY
-from tests.support.dying_coordinator import _Dies, ends_at
+from tests.support.dying_coordinator import CoordinatorDies, ends_at
 from tests.support.faults import Faulty, StatusLog, Stream, spawn_faulty
 from tests.support.frontend_process import PROMPT, tokens_under
 from tests.support.streaming_client import Streaming, http, ready
@@ -89,7 +89,7 @@ async def failed_update(fleet: Fleet, body: dict[str, Any], kind: type[PlaneErro
     return caught.value
 
 
-async def test_the_answer_and_the_history_tell_how_near_the_workers_are(plane: Plane) -> None:
+async def test_the_answer_and_the_history_show_how_near_the_workers_are(plane: Plane) -> None:
     fleet, _ = await fleet_of(plane, 2)
     reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
     nearness = {"against": "fleet", "difference": 0.0, "mismatch_kl": 0.0}
@@ -172,9 +172,7 @@ async def test_a_request_whose_worker_fails_continues_at_another_one(
     assert ending.error["partial"]["token_ids"] == ending.tokens == tokens_under(old, 0, len(ending.tokens))
 
 
-async def test_a_request_continues_under_the_version_that_comes_back(
-    plane: Plane, http: httpx.AsyncClient
-) -> None:
+async def test_a_request_continues_under_the_restored_version(plane: Plane, http: httpx.AsyncClient) -> None:
     fleet = await plane.fleet()
     spawn_faulty(plane, token_delay_s="0.01")
     await ready(plane, 1)
@@ -191,7 +189,7 @@ async def test_a_request_continues_under_the_version_that_comes_back(
     assert stream.tokens == tokens_under(old, 0, seam) + after
 
 
-async def test_a_running_request_goes_on_where_its_worker_passes(plane: Plane) -> None:
+async def test_a_running_request_continues_if_its_worker_passes(plane: Plane) -> None:
     fleet = await plane.fleet()
     workers = [spawn_faulty(plane, token_delay_s="0.01") for _ in range(2)]
     stream = Stream(fleet.client, workers[0].instance_id, [1, 2], 4000)
@@ -280,8 +278,8 @@ async def test_the_roll_back_of_a_dead_coordinator_is_in_the_history(
         plane.model(2), "two", canary={"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
     )
     with monkeypatch.context() as patch:
-        ends_at(patch, "commit", _Dies())
-        with pytest.raises(_Dies):
+        ends_at(patch, "commit", CoordinatorDies())
+        with pytest.raises(CoordinatorDies):
             await fleet.run("update_weights", wrong, request_id="bad")
     await fleet.updates.finish()
     before: list[Row] = [
@@ -309,8 +307,8 @@ async def test_scores_reach_the_next_coordinator_while_failed_weights_are_fetche
     shutil.copytree(plane.model(2), directory)
     wrong = update_of(directory, "two", canary={"sequences": SEQUENCES, "expected": scores_of(plane.model(3))})
     with monkeypatch.context() as patch:
-        ends_at(patch, "decide", _Dies(), after=1)  # before it can bring the version before back
-        with pytest.raises(_Dies):
+        ends_at(patch, "decide", CoordinatorDies(), after=1)  # before it can bring the version before back
+        with pytest.raises(CoordinatorDies):
             await fleet.run("update_weights", wrong)
     shutil.rmtree(directory)  # so it is fetched for as long as the test takes
 
@@ -325,7 +323,7 @@ async def test_scores_reach_the_next_coordinator_while_failed_weights_are_fetche
 
 @pytest.mark.slow
 @pytest.mark.parallel
-async def test_a_roll_back_that_no_worker_can_fetch_is_not_told_as_served(plane: Plane) -> None:
+async def test_the_error_of_a_roll_back_that_no_worker_can_fetch_does_not_call_it_served(plane: Plane) -> None:
     fleet, (only,) = await fleet_of(plane, 1)
     directory = plane.model(1).parent / "gone"
     shutil.copytree(plane.model(1), directory)
@@ -376,7 +374,7 @@ async def test_warn_serves_a_version_that_all_miss(plane: Plane) -> None:
         assert "every worker failed the canary" in state["canary"]["warning"]
 
 
-async def test_two_workers_that_differ_go_back_where_nothing_tells_who_is_right(plane: Plane) -> None:
+async def test_two_differing_workers_return_to_the_version_before_without_a_reference(plane: Plane) -> None:
     fleet, (bad, good) = await fleet_of(plane, 2)
     bad.fail("miscompute")
     error = await failed_update(fleet, update_of(plane.model(1), "one"), CanaryFailed)
@@ -384,7 +382,7 @@ async def test_two_workers_that_differ_go_back_where_nothing_tells_who_is_right(
     await until_serving(plane, fleet.client, good.instance_id, "initial")
 
 
-async def test_one_worker_is_held_against_what_its_version_gave_before(plane: Plane) -> None:
+async def test_a_single_worker_is_compared_with_earlier_values_of_its_version(plane: Plane) -> None:
     fleet, (only,) = await fleet_of(plane, 1)
     await fleet.run("update_weights", update_of(plane.model(1), "one"))
     await fleet.run("update_weights", update_of(plane.model(2), "two"))
@@ -422,7 +420,7 @@ async def test_a_rolling_update_stops_at_the_first_worker_and_goes_back(plane: P
     assert (reply["canary"]["scored"], reply["excluded"]) == (2, [])
 
 
-async def test_memory_that_comes_back_is_scored_before_the_worker_opens(plane: Plane) -> None:
+async def test_a_worker_scores_resumed_memory_before_it_opens(plane: Plane) -> None:
     fleet, (bad, _) = await fleet_of(plane, 2)
     canary = canary_of(plane.model(1))
     await fleet.run("release_memory", {"tags": ["kv_cache"]})

@@ -65,7 +65,7 @@ async def test_one_worker_is_asked_strictly(plane: Plane) -> None:
     assert (await client.call(one.instance_id, "state")).status == "ok"
 
 
-async def test_each_of_a_fan_outs_rows_tells_of_its_own_worker(plane: Plane) -> None:
+async def test_each_row_of_a_fan_out_reports_its_own_worker(plane: Plane) -> None:
     fine, hung, dead = plane.spawn_many(3)
     client = await plane.client()
     hung.stop()
@@ -160,7 +160,7 @@ async def test_waiting_for_workers_has_a_bound(plane: Plane) -> None:
     assert len(await waiting) == 2
 
 
-async def test_watching_tells_every_change(plane: Plane) -> None:
+async def test_a_watch_yields_every_change(plane: Plane) -> None:
     client = await plane.client()
     changes = client.watch()
     first = asyncio.ensure_future(anext(changes))
@@ -324,7 +324,7 @@ async def test_a_wait_that_is_none_is_refused(plane: Plane, timeout_s: float) ->
         ("drain", {"timeout_s": -1}, "timeout_s"),
     ],
 )
-async def test_bad_input_is_refused_before_anybody_is_asked(
+async def test_the_client_refuses_bad_input_before_it_asks_a_worker(
     plane: Plane, op: str, body: dict[str, object] | None, field: str
 ) -> None:
     client = await plane.client()
@@ -334,7 +334,7 @@ async def test_bad_input_is_refused_before_anybody_is_asked(
     assert caught.value.facts["field"] == field
 
 
-async def test_a_missing_field_is_refused_before_anybody_is_asked(plane: Plane) -> None:
+async def test_the_client_refuses_a_missing_field_before_it_asks_a_worker(plane: Plane) -> None:
     client = await plane.client()
     await register(client)
     with pytest.raises(InvalidRequest) as caught:
@@ -423,7 +423,7 @@ async def publishing(
     publishers = [asyncio.create_task(bus.nc.publish("nobody", payload)) for _ in range(count)]
     try:
         async with asyncio.timeout(HUNG_BOUND_S):
-            while not unsent(bus):  # noqa: ASYNC110 - no event tells of it
+            while not unsent(bus):  # noqa: ASYNC110 - it causes no event
                 await asyncio.sleep(0.01)
         yield publishers
     finally:
@@ -478,7 +478,7 @@ async def test_no_request_waits_longer_for_a_node_that_hangs_with_bytes_unsent(n
         assert not last.done()
         last.cancel()
         await asyncio.wait([last])
-        assert last.cancelled(), "who is told to end does"
+        assert last.cancelled(), "a worker that gets SIGTERM does"
         with pytest.raises(BusUnreachable):
             await bus.get(members, "any")
         await asyncio.gather(*publishers, return_exceptions=True)

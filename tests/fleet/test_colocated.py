@@ -1,4 +1,5 @@
-"""A trainer that shares the GPU: memory goes, the weights come back, an update, and only then the KV cache."""
+"""A trainer that shares the GPU: it releases memory, resumes the weights, updates them, and resumes
+the KV cache last."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ async def test_an_update_between_the_weights_and_the_kv_cache(plane: Plane) -> N
             assert await generated(client, one, PROMPT, 4) == made_by(directory)
 
 
-async def test_a_caller_waits_until_the_kv_cache_is_back_or_is_told_why_not(plane: Plane) -> None:
+async def test_a_caller_waits_for_the_kv_cache_or_gets_the_reason_of_its_absence(plane: Plane) -> None:
     plane.spawn()
     body = {"prompt": "", "prompt_token_ids": PROMPT, "max_tokens": 4, "return_token_ids": True}
     async with facade(plane) as http:
@@ -123,7 +124,7 @@ async def test_a_wait_lets_no_frozen_request_run_while_memory_is_released(plane:
     assert (await stream.end()).finish_reason == "length"
 
 
-async def test_a_pause_outlasts_the_memory_that_comes_back(plane: Plane) -> None:
+async def test_a_pause_outlasts_the_resume_of_memory(plane: Plane) -> None:
     plane.spawn()
     fleet = await plane.fleet()
     await fleet.run("pause", {"mode": "abort"})
@@ -150,7 +151,7 @@ def two_of_which_one_is_held(
 
 
 @pytest.mark.parametrize("point", ["prepare_update.after", "commit_update.before"])
-async def test_a_worker_that_dies_in_the_update_comes_back_without_the_memory_that_the_other_lacks(
+async def test_a_worker_that_dies_in_an_update_restarts_without_the_released_memory(
     plane: Plane, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, doomed, reached = two_of_which_one_is_held(plane, point, monkeypatch)
@@ -258,7 +259,7 @@ def test_what_memory_is_wanted() -> None:
     assert (one.of("a"), one.of("b")) == (frozenset({"kv_cache"}), both.released)
     assert DesiredMemory.decode(one.encode()) == one
     rest = one.after("resume_memory", ["weights"], None)
-    assert rest == DesiredMemory(frozenset({"kv_cache"})), "who is as all are is not told apart"
+    assert rest == DesiredMemory(frozenset({"kv_cache"})), "a worker like all others has no entry"
     assert one.after("resume_memory", ["weights", "kv_cache"], None) == none
     assert not none.after("release_memory", ["kv_cache"], ["a"]).of("b")
 
@@ -290,7 +291,7 @@ async def test_a_release_that_failed_before_its_pause_pauses_when_it_comes_again
     await plane.until(lambda: all_serve(fleet.client, "initial"), 30)
 
 
-async def test_all_release_their_memory_or_nobody_does(plane: Plane) -> None:
+async def test_all_workers_release_their_memory_or_none_does(plane: Plane) -> None:
     able = plane.spawn()
     one = plane.spawn(patch=WITHOUT_A_SAVER)
     fleet = await plane.fleet()

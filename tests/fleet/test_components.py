@@ -14,8 +14,8 @@ import pytest_asyncio
 from frontend.completions.call import GenerationCall
 from frontend.completions.completion_routes import OPENAI
 from frontend.completions.plans import plan_completion
-from frontend.components.served_component import ServedComponent
 from frontend.main import Frontend
+from frontend.served_component import ServedComponent
 from frontend.server.options import FrontendOptions
 from rl_plane.bus.state_store import read_frontends
 from rl_plane.cli import main

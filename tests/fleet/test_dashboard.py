@@ -279,7 +279,7 @@ def test_a_thousand_workers_stay_fluid(browser: Any) -> None:
         seen(page, "#workers-title", "1000")
         seen(page, "#page", "1 to 50 of 1000")
         assert page.locator("#worker-rows tr").count() == 50
-        assert page.locator("#worker-rows tr .word.open").count() == 0, "those that need a look come first"
+        assert page.locator("#worker-rows tr .word.open").count() == 0, "the workers that need a look come first"
         page.get_by_role("button", name="Next").click()
         seen(page, "#page", "51 to 100 of 1000")
         seen(page, ".rest", "960 further workers")

@@ -31,11 +31,11 @@ async def kept(client: RlClient) -> set[str | None]:
     return {state["kept"] for state in (await states(client)).values()}
 
 
-async def test_versions_by_delta_and_those_that_come_later(plane: Plane) -> None:
+async def test_workers_apply_deltas_and_later_workers_fetch_the_chain(plane: Plane) -> None:
     models = [plane.model(seed) for seed in range(5)]
     client = await plane.client()
     doomed, other = (one.instance_id for one in plane.spawn_many(2))
-    # The base is each worker's own model, which nobody keeps yet.
+    # The base is each worker's own model, of which no worker has a kept copy yet.
     reply = await client.run("update_weights", by_delta(plane, models[0], models[1], "one"))
     assert reply["version"]["digest"] == model_digest(models[1])
     assert await kept(client) == {model_digest(models[1])}
@@ -55,7 +55,7 @@ async def test_versions_by_delta_and_those_that_come_later(plane: Plane) -> None
     assert await kept(client) == {model_digest(models[3])}
     await client.run("update_weights", by_delta(plane, models[3], models[4], "step 4"))
     assert await all_serve(client, "step 4")
-    # Back to one that was a delta, and on from there.
+    # A roll-back to a version that was a delta, and a delta from there.
     told = (await client.run("updates"))["updates"]
     assert [(one["label"], one["encoding"]) for one in told[:2]] == [("step 4", "delta"), ("step 3", "delta")]
     assert told[0]["base"] == model_digest(models[3])
@@ -63,7 +63,7 @@ async def test_versions_by_delta_and_those_that_come_later(plane: Plane) -> None
     assert back["version"]["digest"] == model_digest(models[2])
     assert back["excluded"] == []
     await client.run("update_weights", by_delta(plane, models[2], models[3], "on"))
-    # A full version ends the chain, and what was kept.
+    # A full version ends the chain, and the kept copies.
     await client.run("update_weights", update_of(models[1], "full"))
     assert await kept(client) == {None}
     record = await read_record(client.bus, client.subjects().state)
@@ -99,7 +99,7 @@ async def test_versions_of_both_algorithms_follow_one_another(plane: Plane) -> N
     assert await kept(client) == {by_blake3[3]}
     await update({"rollback": {"label": "two"}}, two)
     await update({"rollback": {"label": "one"}}, by_blake3[1])
-    # A pinned digest is compared by its own algorithm. One that comes late needs the algorithm before.
+    # A pinned digest is compared by its own algorithm. A late worker needs the algorithm before.
     with pytest.raises(InvalidRequest, match="the bytes make"):
         await client.run("update_weights", {**update_of(models[4], "four"), "digest": by_blake3[3]})
     four = update_of(models[4], "four")
@@ -133,7 +133,7 @@ async def test_what_can_not_be_applied_leaves_everything_as_it_was(plane: Plane)
             await client.run("update_weights", body)
         assert await all_serve(client, "one")
         assert await kept(client) == {model_digest(models[1])}
-    # Aborted after it was prepared everywhere, and one whose worker fails: the next one still works.
+    # After an abort of a prepared update, and after an update whose worker fails, the next update works.
     prepared = await client.run("prepare_weights_update", good)
     assert await kept(client) == {None}, "it is being changed"
     await client.run("abort_weights_update", {"update_id": prepared["update_id"]})
@@ -170,7 +170,7 @@ async def test_a_base_that_is_gone_excludes_the_worker_that_needs_it(plane: Plan
     await plane.until(lambda: _count(client, 1))
     plane.spawn(instance_id=ids[0])
     two = await client.run("update_weights", by_delta(plane, models[1], models[2], "two"))
-    assert two["excluded"] == [ids[0]], "closed before, so it holds nobody up"
+    assert two["excluded"] == [ids[0]], "closed before, so it delays no request"
     await client.run("update_weights", update_of(models[2], "three"))
     assert await all_serve(client, "three")
 

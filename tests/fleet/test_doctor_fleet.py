@@ -85,7 +85,7 @@ async def test_a_worker_describes_its_machine_only_if_it_is_asked(plane: Plane) 
     assert [root["path"] for root in host["roots"]] == [str(plane.tmp / "weights")]
 
 
-def test_a_look_at_a_root_tells_what_is_wrong(tmp_path: Path) -> None:
+def test_a_look_at_a_root_names_its_fault(tmp_path: Path) -> None:
     (tmp_path / "share" / "step_1").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "share")
     roots = [tmp_path / "share"]

@@ -127,7 +127,7 @@ async def test_a_worker_whose_engine_hangs_closes_and_then_ends(plane: Plane) ->
         return any(reason.startswith("engine: ") for reason in state["admission"]["reasons"])
 
     await plane.until(closed, 3 * DEFAULT_LIVENESS_TIMEOUT_S)
-    assert view.member(worker.instance_id) is not None, "it may come back"
+    assert view.member(worker.instance_id) is not None, "it may answer again"
     await plane.until(lambda: worker.process.poll() is not None, 3 * (HANG_S + DEFAULT_LIVENESS_TIMEOUT_S))
     assert worker.process.returncode == exit_codes.ENGINE_HUNG
     await plane.until(lambda: view.member(worker.instance_id) is None)

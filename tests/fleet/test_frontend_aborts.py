@@ -252,7 +252,7 @@ async def test_a_choice_that_waits_for_its_next_worker_ends_with_its_tokens(plan
         lines = response.aiter_lines()
         choices = [(await next_event(lines))["choices"][0] for _ in range(3)]
         worker.kill()
-        # The frontend may know of the death by now, or not yet: the choice goes on nowhere in either case.
+        # The frontend may know of the death by now, or not yet: no worker continues the choice in either case.
         await client.run("abort_requests")
         while (event := await next_event(lines)) is not None and event != "[DONE]":
             choices += event["choices"]

@@ -16,7 +16,10 @@ from frontend.server.options import FrontendOptions
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.weights.checkpoint import open_checkpoint
+from tests.conftest import stop_process
+from tests.support.adapter_updates import adapter
 from tests.support.frontend_here import started
+from tests.support.openapi_replies import reply_faults
 from tests.support.plain_client import plain_client
 from worker.testing.phase_hooks import VARIABLE
 
@@ -127,10 +130,51 @@ async def test_the_docs_describe_every_op(rl: httpx.AsyncClient) -> None:
     assert "#/$defs/" not in text
 
 
+async def test_each_answer_has_the_fields_that_the_document_names(plane: Plane, rl: httpx.AsyncClient) -> None:
+    document = (await rl.get(str(rl.base_url).removesuffix("/v1/rl/") + "/openapi.json")).json()
+    first, _ = plane.spawn_copies(2)
+    answered: dict[str, Any] = {}
+
+    async def ask(name: str, **body: Any) -> dict[str, Any]:
+        op = FLEET_OPS[name]
+        path = op.path.format(id=first)
+        params = {"min_workers": 2}
+        response = await (rl.get(path, params=params) if op.method == "GET" else rl.post(path, json=body | params))
+        assert response.status_code == 200, response.text
+        reply: dict[str, Any] = response.json()
+        assert reply_faults(document, op, reply) == [], name
+        answered[name] = reply
+        return reply
+
+    for name in ("liveness", "ready", "workers", "weight_version", "describe", "pause", "flush_cache", "resume"):
+        await ask(name)
+    for name in ("abort_requests", "check_weights", "release_memory", "resume_memory", "disable", "enable"):
+        await ask(name)
+    for name in ("init_transport", "destroy_transport"):
+        await ask(name, backend="filesystem")
+    await ask("update_weights", **update_of(plane, 1))
+    prepared = await ask("prepare_weights_update", **update_of(plane, 2))
+    await ask("label_weights_update", version="two")
+    await ask("state")
+    await ask("complete_weights_update", update_id=prepared["update_id"])
+    await ask("prepare_weights_update", **update_of(plane, 3))
+    await ask("abort_weights_update")
+    await ask("load_lora_adapter", lora_name="a", lora_path=str(adapter(plane, 1)))
+    await ask("state")
+    await ask("unload_lora_adapter", lora_name="a")
+    await ask("new_run")
+    await ask("updates")
+    assert answered.keys() == FLEET_OPS.keys() - {"receive_weights_part"}, "a part needs a trainer's group"
+    (stopped,) = [row for row in answered["workers"]["workers"] if row["instance_id"] == first]
+    stop_process(stopped["pid"])
+    rows = {row["instance_id"]: row["status"] for row in (await ask("state"))["workers"]}
+    assert rows[first] == "error"
+
+
 # ---- bad input ----
 
 
-async def test_bad_input_is_refused_by_name_before_anybody_is_touched(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_the_facade_names_bad_input_before_any_worker_changes(plane: Plane, rl: httpx.AsyncClient) -> None:
     worker = plane.spawn()
     before = (await rl.get("state")).json()["workers"]
     bodies: list[tuple[str, Any, str]] = [
@@ -274,7 +318,7 @@ async def test_reading_ops(plane: Plane, rl: httpx.AsyncClient) -> None:
     assert row["instance_id"] == ids[1]
 
 
-async def test_the_model_can_be_told_tensor_by_tensor(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_describe_lists_the_model_tensor_by_tensor(plane: Plane, rl: httpx.AsyncClient) -> None:
     one, other = plane.spawn_copies(2)
     for asked in ("manifest_from=0", f"manifest_from=0&workers={one},{other}"):
         assert error_of(await rl.get(f"describe?{asked}"), 400)["field"] == "workers"
@@ -337,7 +381,7 @@ async def test_a_worker_is_taken_out_and_put_back(plane: Plane, rl: httpx.AsyncC
     assert two.instance_id not in await closed()
 
 
-async def test_a_hung_worker_is_told_of_and_delays_nobody(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_the_facade_reports_a_hung_worker_and_delays_no_other(plane: Plane, rl: httpx.AsyncClient) -> None:
     one, two = plane.spawn_many(2)
     two.stop()
     try:
@@ -391,7 +435,7 @@ async def test_a_client_that_leaves_does_not_stop_its_update(plane: Plane, rl: h
     await plane.until(applied)
 
 
-async def test_another_update_meanwhile_is_told_to_come_back(
+async def test_a_second_update_gets_a_503_that_says_when_to_try_again(
     plane: Plane, rl: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holds = plane.tmp / "holds"

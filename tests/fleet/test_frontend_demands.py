@@ -14,12 +14,12 @@ import pytest
 
 from frontend.completions.call import Arrival, GenerationCall
 from frontend.completions.reply_choice import Choice
-from frontend.components.served_component import ServedComponent
 from frontend.frontend_limits import FrontendLimits
 from frontend.routing.demands import Demands
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.progress import GenerationProgress
 from frontend.routing.routing_lease import FrontendLease
+from frontend.served_component import ServedComponent
 from rl_plane.errors import BusUnreachable, DemandUnmet
 from rl_plane.protocol.generation import AdapterSpan, GenerateDelta, GenerateRequest
 from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord
@@ -105,7 +105,7 @@ async def test_during_a_rolling_update_requests_that_demand_the_new_version_go_t
 
 
 @pytest.mark.parametrize("demand", [{"min_version": 2}, {"min_version": "step_2"}, {"max_lag": 0}])
-async def test_a_demand_is_kept_where_a_worker_is_known_before_the_record(
+async def test_the_frontend_meets_a_demand_if_it_knows_a_worker_before_the_record(
     plane: Plane, demand: dict[str, Any]
 ) -> None:
     """The frontend reads the record, because the messages that announce it are lost. It confirms its lease too rarely
@@ -560,7 +560,7 @@ async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_pro
         assert generation.engines.moves["cut"] == len(choices)
 
 
-async def test_a_choice_that_keeps_its_demand_goes_on_across_an_update(
+async def test_a_choice_that_still_meets_its_demand_continues_across_an_update(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
     plane.spawn(token_delay_s=PACE_S)

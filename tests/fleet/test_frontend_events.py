@@ -158,7 +158,7 @@ async def test_an_update_is_followed_from_its_beginning_to_its_end(plane: Plane,
         await reader.until(lambda kind, data: kind == "admission" and not data["paused"])
 
 
-async def test_an_updates_canary_is_told_and_counted(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_the_events_and_metrics_report_an_updates_canary(plane: Plane, rl: httpx.AsyncClient) -> None:
     bad, *others = [spawn_faulty(plane) for _ in range(3)]
     bad.fail("miscompute")
     async with reading(rl) as reader:
@@ -189,7 +189,7 @@ async def test_an_updates_canary_is_told_and_counted(plane: Plane, rl: httpx.Asy
     assert states[others[0].instance_id]["canary"]["passed"]
 
 
-async def test_two_listeners_are_told_the_same(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_two_listeners_get_the_same_events(plane: Plane, rl: httpx.AsyncClient) -> None:
     async with reading(rl) as one, reading(rl) as two:
         plane.spawn()
         for reader in (one, two):
@@ -247,7 +247,7 @@ async def made(plane: Plane, limits: FrontendLimits = LIMITS) -> FleetEvents:
     return FleetEvents(view, FleetStatus(client, view), "f1", limits)
 
 
-async def test_each_committed_update_is_told_once(plane: Plane) -> None:
+async def test_a_listener_gets_each_committed_update_once(plane: Plane) -> None:
     client = await plane.client()
     view = await client.view()
     hub = FleetEvents(view, FleetStatus(client, view), "f1")
@@ -277,7 +277,7 @@ async def test_each_committed_update_is_told_once(plane: Plane) -> None:
     assert end == {"reason": "stopping"}
 
 
-async def test_a_silent_stream_is_kept_alive(plane: Plane) -> None:
+async def test_the_frontend_sends_keep_alives_on_a_silent_stream(plane: Plane) -> None:
     stream = (await made(plane, FrontendLimits(event_keep_alive_s=0.01))).listen()
     assert [await anext(stream) for _ in range(3)] == [HELLO, KEEP_ALIVE, KEEP_ALIVE]
     await stream.aclose()

@@ -58,7 +58,7 @@ async def test_a_worker_that_dies_before_its_first_token_costs_nothing(
     client = await plane.client()
     await client.wait_for(2)
 
-    # Equally loaded, the one that had no turn yet is the victim.
+    # Of equally loaded workers, the victim is the worker that had no turn yet.
     tasks = [asyncio.create_task(ask(http, max_tokens=3, n=2)) for _ in range(2)]
     await until_running(plane, client, victim.instance_id, 2)
     victim.kill()
@@ -66,7 +66,7 @@ async def test_a_worker_that_dies_before_its_first_token_costs_nothing(
         assert {choice["instance_id"] for choice in reply["choices"]} == {"f" * 16}
 
 
-async def test_the_only_worker_may_come_back_as_a_new_process(plane: Plane) -> None:
+async def test_the_only_worker_may_return_as_a_new_process(plane: Plane) -> None:
     victim = plane.spawn(token_delay_s=60)
     client = await plane.client()
     async with frontend(plane, admission_wait_s=20) as http:
@@ -130,9 +130,7 @@ fake.FakeEngine.generate = dying
 """With the first token; not where tokens of another part are in the prompt."""
 
 
-async def test_an_engine_that_dies_is_told_as_a_worker_that_was_lost(
-    plane: Plane, http: httpx.AsyncClient
-) -> None:
+async def test_the_facade_reports_a_dead_engine_as_a_lost_worker(plane: Plane, http: httpx.AsyncClient) -> None:
     worker = plane.spawn(patch=DIES)
     body = {"prompt_token_ids": PROMPT, "max_tokens": 4, "return_token_ids": True}
     whole = await http.post("/v1/completions", json=body)
@@ -246,7 +244,7 @@ async def test_a_caller_that_leaves_ends_its_request(plane: Plane, http: httpx.A
     body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "n": 3}
     leaves = httpx.Timeout(30, read=0.3)
     async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        lines = response.aiter_lines()  # what nobody keeps is collected, and closes the response
+        lines = response.aiter_lines()  # an object without a reference is collected, and closes the response
         await next_event(lines)
         await until_running(plane, client, worker.instance_id, 3)
     await until_running(plane, client, worker.instance_id, 0)

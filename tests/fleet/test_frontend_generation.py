@@ -1,4 +1,4 @@
-"""The generation API over real worker processes with the fake engine: tokens tell which weights made them."""
+"""The generation API over real worker processes with the fake engine: tokens show which weights made them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ fake.FakeEngine.generate = lying
 """
 
 
-# ---- what comes back ----
+# ---- replies ----
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -571,7 +571,7 @@ async def test_a_frontend_that_hears_no_status_asks(plane: Plane) -> None:
 
 async def test_choices_under_way_are_bounded(plane: Plane) -> None:
     async with frontend(plane, admission_wait_s=60, limits=FrontendLimits(choices=1)) as http:
-        # Those that wait for a first worker are among them.
+        # Requests that wait for a first worker are among them.
         two = {asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)}
         (refused,), (waiting,) = await asyncio.wait(two, return_when=asyncio.FIRST_COMPLETED)
         error_of(refused.result(), 429)

@@ -272,7 +272,7 @@ async def test_tokens_without_the_adapter_are_not_delivered_for_it(plane: Plane)
         assert (await stage.ask()).status_code == 200
 
 
-async def test_while_an_adapter_rolls_out_those_that_have_it_serve_it(plane: Plane) -> None:
+async def test_during_the_roll_out_of_an_adapter_only_workers_with_it_serve_it(plane: Plane) -> None:
     async with staged(plane, wait_s=0.5) as stage:
         before, after = record(1), record(1, a=2)
         without = await stage.worker(always(7, base=1), before)

@@ -1,4 +1,4 @@
-"""The frontend's serving lease: pure, and on a real NATS: listed, told, lost and found again."""
+"""The frontend's serving lease: pure, and on a real NATS: listed, informed, lost and found again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from frontend.components.served_component import ServedComponent
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.routing_lease import FrontendLease
+from frontend.served_component import ServedComponent
 from rl_plane.bus.server import NatsServer
 from rl_plane.errors import BusUnreachable, NotAdmitted
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
@@ -56,7 +56,7 @@ def test_a_lease_is_good_on_its_own_connection_only() -> None:
     assert not lease.holds(11.0, THERE)
 
 
-async def test_who_waits_is_woken_by_the_next_confirmation() -> None:
+async def test_the_next_confirmation_wakes_every_waiting_call() -> None:
     bus: Any = SimpleNamespace(nc=SimpleNamespace(is_connected=True), identity=HERE)
     view: Any = SimpleNamespace(bus=bus)
     lease, loop = FrontendLease(view, "f"), asyncio.get_running_loop()
@@ -140,7 +140,7 @@ async def test_a_frontend_listens_before_it_is_listed_and_asks_for_its_lease_las
     await one.stop()
 
 
-async def test_a_coordinator_tells_it_a_decision(plane: Plane) -> None:
+async def test_a_frontend_follows_a_decision_that_a_coordinator_sends(plane: Plane) -> None:
     client = await plane.client()
     async with running(plane) as one:
         name = one.lease.frontend_id

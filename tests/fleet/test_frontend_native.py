@@ -139,7 +139,7 @@ async def test_the_likeliest_tokens_on_every_route(plane: Plane, http: httpx.Asy
     plane.spawn()
     digest = (await update(plane, 1))["digest"]
     tokens, made = tokens_under(digest, 0, 4), [fake_logprob(digest, PROMPT, place) for place in range(4)]
-    # The fake's: the token, then those that follow it in the vocabulary.
+    # The fake's: the token, then the tokens that follow it in the vocabulary.
     tops = [
         [((token + place) % 512, pytest.approx(value - place)) for place in range(3)]
         for token, value in zip(tokens, made, strict=True)
@@ -343,7 +343,7 @@ async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
         assert (error["field"], bool(error["fix"])) == (field, True)
 
 
-async def test_what_a_worker_refuses_is_told_by_the_callers_name(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_workers_refusal_names_the_field_of_the_caller(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn()
     await update(plane, 1)
     refused: list[tuple[str, dict[str, Any], str]] = [

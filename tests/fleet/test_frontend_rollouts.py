@@ -88,7 +88,9 @@ async def test_workers_report_the_tokens_that_they_have(plane: Plane, http: http
     await waiting
 
 
-async def test_what_an_engine_cant_witness_is_told_as_unknown(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_tokens_that_an_engine_cant_witness_have_an_unknown_version(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     """This holds for requests without demands on the weights. Others get another worker, or are refused by name."""
     silent = plane.spawn(witnesses="false")
     described = await (await plane.client()).call(silent.instance_id, "describe")
@@ -127,7 +129,7 @@ async def test_what_an_engine_cant_witness_is_told_as_unknown(plane: Plane, http
 # ---- too much at once ----
 
 
-async def test_a_full_fleet_is_told_at_once(plane: Plane) -> None:
+async def test_a_full_fleet_refuses_a_request_at_once(plane: Plane) -> None:
     worker = plane.spawn(token_delay_s=PACE_S)
     async with frontend(plane, limits=FrontendLimits(worker_streams=1)) as http:
         async with Streaming(http, max_tokens=LONG) as stream:
@@ -144,7 +146,7 @@ async def test_a_full_fleet_is_told_at_once(plane: Plane) -> None:
         await plane.until(served)
 
 
-async def test_a_full_worker_is_left_for_another_and_then_told(plane: Plane) -> None:
+async def test_a_request_leaves_a_full_worker_for_another_and_then_gets_a_429(plane: Plane) -> None:
     one = "import worker.generation_service as generation; generation.MAX_STREAMS = 1"
     plane.spawn_many(2, patch=one, token_delay_s=PACE_S)
     await ready(plane, 2)
@@ -178,7 +180,7 @@ async def test_frontends_see_each_others_load(plane: Plane, http: httpx.AsyncCli
         await plane.until(spared)
 
 
-# ---- going on elsewhere ----
+# ---- another worker continues ----
 
 
 def continued_under(digest: str, parts: list[int]) -> list[int]:
@@ -193,7 +195,7 @@ def worker_of(workers: list[Spawned], instance_id: str) -> Spawned:
     return next(worker for worker in workers if worker.instance_id == instance_id)
 
 
-async def test_a_choice_goes_on_at_another_worker(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_another_worker_continues_a_choice(plane: Plane, http: httpx.AsyncClient) -> None:
     workers = plane.spawn_many(3, token_delay_s=PACE_S)
     await ready(plane, 3)
     digest = (await ask(http))["nvext"]["weight_version"]["digest"]
@@ -216,7 +218,9 @@ async def test_a_choice_goes_on_at_another_worker(plane: Plane, http: httpx.Asyn
     assert (span["digest"], span["start"], span["end"]) == (digest, 0, 240)
 
 
-async def test_whole_replies_and_every_choice_go_on_too(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_another_worker_continues_whole_replies_and_every_choice(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     workers = plane.spawn_many(2, token_delay_s=PACE_S)
     await ready(plane, 2)
     client = await plane.client()
@@ -244,7 +248,7 @@ async def test_whole_replies_and_every_choice_go_on_too(plane: Plane, http: http
     assert reply["usage"]["prompt_tokens"] == len(PROMPT)
 
 
-async def test_both_versions_are_told_where_the_weights_changed_on_the_way(
+async def test_a_choice_names_both_versions_if_the_weights_changed_on_the_way(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
     doomed, other = plane.spawn(token_delay_s=PACE_S), plane.spawn()
@@ -315,7 +319,7 @@ async def asked_while_rolling(
     return choice, workers
 
 
-async def test_a_choice_of_one_version_goes_on_where_that_is_served(plane: Plane) -> None:
+async def test_a_choice_of_one_version_continues_where_that_version_is_served(plane: Plane) -> None:
     """In a rolling update, a worker that is already updated does not continue the choice, even if its turn came
     earlier."""
     async with staged(plane) as stage:
@@ -327,7 +331,7 @@ async def test_a_choice_of_one_version_goes_on_where_that_is_served(plane: Plane
 
 
 @pytest.mark.parametrize(("demand", "maker"), [({"one_version": True}, 1), ({"min_version": 2}, 2)])
-async def test_a_choice_with_tokens_that_nobody_may_go_on_with_is_cut(
+async def test_a_choice_with_tokens_that_no_worker_may_continue_is_cut(
     plane: Plane, demand: dict[str, Any], maker: int
 ) -> None:
     """The choice ends at once, and no worker generates it again."""

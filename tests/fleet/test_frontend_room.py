@@ -113,7 +113,7 @@ async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_ha
     workers = [plane.spawn(max_model_len=length) for length in (16, 64)]
     await ready(plane, 2)
     (model,) = (await http.get("/v1/models")).json()["data"]
-    assert model["max_model_len"] == 16  # of which nobody is refused
+    assert model["max_model_len"] == 16  # of which no request is refused
     room = {None: 64, 0: 16, 1: 64}[pinned]
     size, more = room - 7, {}
     if pinned is not None:
@@ -142,9 +142,7 @@ async def test_each_of_several_prompts_has_the_length_that_is_left(plane: Plane,
         assert (error["field"], error["fix"]) == (f"{field}.1", "send at most 63")
 
 
-async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
-    plane: Plane, http: httpx.AsyncClient
-) -> None:
+async def test_a_default_length_waits_for_no_longer_worker(plane: Plane, http: httpx.AsyncClient) -> None:
     """The caller gets fewer tokens now, rather than more when a closed worker opens or a lost worker returns."""
     plane.spawn(max_model_len=16)
     longer = plane.spawn(max_model_len=64)
@@ -158,7 +156,7 @@ async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
         assert await lengths(http, path, body) == [7], body
 
 
-async def test_a_length_that_nobody_chose_takes_a_shorter_worker_while_the_longer_one_is_full(
+async def test_a_default_length_takes_a_shorter_worker_while_the_longer_worker_is_full(
     plane: Plane,
 ) -> None:
     plane.spawn(max_model_len=16)
@@ -178,7 +176,7 @@ async def test_a_length_that_nobody_chose_takes_a_shorter_worker_while_the_longe
 
 
 @pytest.mark.parametrize(("rooms", "total"), [((64, 32), 12), ((32, 64), 16), ((32, 32), 12)])
-async def test_a_length_that_nobody_chose_counts_what_was_made_before(
+async def test_a_default_length_counts_the_tokens_of_lost_workers(
     plane: Plane, http: httpx.AsyncClient, rooms: tuple[int, int], total: int
 ) -> None:
     """The tokens of a lost worker count, whatever its room: the total never exceeds the default, nor the last worker's
@@ -298,7 +296,7 @@ async def test_a_request_that_only_an_absent_worker_can_serve_is_refused_if_it_s
         assert error_of(await later.post("/v1/completions", json=body), status)["field"] == field
 
 
-async def test_a_choice_with_tokens_waits_for_a_worker_that_can_go_on(
+async def test_a_choice_with_tokens_waits_for_a_worker_that_can_continue_it(
     plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None]
 ) -> None:
     plane.spawn(patch=CANT)

@@ -22,7 +22,7 @@ TEXTS = [f" t{token}" for token in PROMPT]
 
 
 def rows_under(digest: str, prompt: list[int], count: int) -> list[dict[str, Any] | None]:
-    """The fake engine's likeliest tokens are the prompt's own, and those that follow it in the vocabulary."""
+    """The fake engine's likeliest tokens are the prompt's own, and the tokens that follow it in the vocabulary."""
     return [
         None
         if value is None

@@ -117,7 +117,7 @@ async def test_a_client_that_stops_reading_delays_no_other_client_and_loses_no_t
     ):
         lines = response.aiter_lines()
         (first,) = (await next_event(lines))["choices"]
-        # Its engine goes on to the end meanwhile, and others are served by the same worker and frontend.
+        # Its engine continues to the end meanwhile, and others are served by the same worker and frontend.
         await until_running(plane, client, worker.instance_id, 0)
         before = -1
         while taken > before:

@@ -31,7 +31,7 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.protocol.subjects import HISTORY_PREFIX, RECORD
-from tests.support.dying_coordinator import ENDS, _Dies, ends_at
+from tests.support.dying_coordinator import ENDS, CoordinatorDies, ends_at
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -173,7 +173,7 @@ async def test_a_duplicate_waits_for_the_one_in_flight_elsewhere(plane: Plane) -
     async def running() -> bool:
         return [entry["outcome"] for entry in await told(two)] == ["running", "committed"]
 
-    # The record, which nobody has overwritten yet, is the entry of sequence 0.
+    # The record, which no update has overwritten yet, is the entry of sequence 0.
     await plane.until(running)
     assert [entry["outcome"] for entry in await told(two, limit=1)] == ["running"]
     again = await two.run("update_weights", body, "id-1")  # the lock is waited for longer than its 2 s
@@ -189,8 +189,8 @@ async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
     ids = plane.spawn_copies(2)
     body = update_of(plane.model(1), "step_1")
     with monkeypatch.context() as patch:
-        ends_at(patch, "gate", _Dies())
-        with pytest.raises(_Dies):
+        ends_at(patch, "gate", CoordinatorDies())
+        with pytest.raises(CoordinatorDies):
             await one.run("update_weights", body, "id-1")
     entry = (await told(two))[0]
     assert (entry["update_id"], entry["outcome"], entry["label"]) == ("id-1", "committed", "step_1")
@@ -216,11 +216,11 @@ async def test_a_repeated_call_asks_the_workers_about_an_opened_update_without_a
     body = update_of(plane.model(1), "step_1")
 
     async def dies(*args: Any) -> None:
-        raise _Dies
+        raise CoordinatorDies
 
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "committed", dies)
-        with pytest.raises(_Dies):
+        with pytest.raises(CoordinatorDies):
             await one.run("update_weights", body, "id-1")
     again = await two.run("update_weights", body, "id-1")
     assert again["version"]["label"] == "step_1"
@@ -235,8 +235,8 @@ async def test_an_update_whose_coordinator_died_before_the_decision_is_aborted_a
     plane.spawn()
     body = update_of(plane.model(1), "step_1")
     with monkeypatch.context() as patch:
-        ends_at(patch, "decide", _Dies())
-        with pytest.raises(_Dies):
+        ends_at(patch, "decide", CoordinatorDies())
+        with pytest.raises(CoordinatorDies):
             await one.run("update_weights", body, "id-1")
     newest = (await told(two))[0]
     assert (newest["update_id"], newest["outcome"], newest["error"]["code"]) == (
@@ -356,7 +356,7 @@ async def test_a_repeated_call_for_an_unreported_outcome_fails_once_another_is_c
 async def test_a_repeated_call_takes_no_worker_back_after_a_lost_later_decision(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, end: BaseException, calls: int, lost: str
 ) -> None:
-    """The workers tell that one."""
+    """The workers report that version."""
     client = await plane.client()
     plane.spawn_copies(2)
     body, state = update_of(plane.model(1), "step_1"), client.subjects().state
@@ -409,12 +409,12 @@ async def test_a_repeated_update_asks_the_workers_while_another_update_has_only_
     ids = plane.spawn_copies(2)
     body = update_of(plane.model(1), "step_1")
     with monkeypatch.context() as patch:
-        ends_at(patch, "gate", _Dies())
-        with pytest.raises(_Dies):
+        ends_at(patch, "gate", CoordinatorDies())
+        with pytest.raises(CoordinatorDies):
             await one.run("update_weights", body, "id-1")
     with pytest.raises(InvalidRequest):
         await two.run("update_weights", update_of(Path("/etc"), "bad"), "id-2")
-    assert (await told(two))[1]["error"]["code"] == "unavailable", "noted by the one that has begun"
+    assert (await told(two))[1]["error"]["code"] == "unavailable", "noted by the update that has begun"
     again = await two.run("update_weights", body, "id-1")
     assert [(row["instance_id"], row["status"]) for row in again["workers"]] == [(key, "ok") for key in ids]
     entry = (await told(two))[0]

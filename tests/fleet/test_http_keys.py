@@ -8,6 +8,7 @@ import os
 import ssl
 import subprocess
 import sys
+import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -57,7 +58,7 @@ async def status_of(http: httpx.AsyncClient, method: str, path: str, key: str | 
 async def test_each_role_may_call_its_routes_and_no_others(plane: Plane, tmp_path: Path) -> None:
     """Calls every route with every role. The OpenAPI document and docs/security-http.md must say the same."""
     plane.spawn()
-    table: dict[tuple[str, str], list[str]] = {}
+    table: dict[tuple[str, str], dict[str, list[str]]] = {}
     async with listeners_of(plane, keys_file=write_keys(tmp_path / "keys.toml", KEYS)) as urls:
         for name, title in (("rl_url", "facade"), ("http_url", "generation")):
             async with plain_client(base_url=urls[name], timeout=BOUND_S) as http:
@@ -69,11 +70,11 @@ async def test_each_role_may_call_its_routes_and_no_others(plane: Plane, tmp_pat
                 document = (await http.get("/openapi.json")).json()
                 for path, methods in document["paths"].items():
                     for method, described in methods.items():
-                        route = f"{method.upper()} {path}"
+                        route, part = f"{method.upper()} {path}", ", ".join(described["tags"])
                         stranger = await status_of(http, method.upper(), path, None)
                         if described.get("security") == []:
                             assert stranger == 200, route
-                            table.setdefault(("no key", title), []).append(route)
+                            table.setdefault(("no key", title), {}).setdefault(part, []).append(route)
                             continue
                         assert stranger == 401, route
                         statuses = {
@@ -83,17 +84,23 @@ async def test_each_role_may_call_its_routes_and_no_others(plane: Plane, tmp_pat
                         assert 401 not in statuses.values(), route
                         said = {role for one in described["security"] for role in one["key"]}
                         assert said <= set(allowed), route
-                        table.setdefault((", ".join(allowed), title), []).append(route)
+                        rows = table.setdefault((", ".join(allowed), title), {})
+                        rows.setdefault(part, []).append(route)
     text = PAGE.read_text()
     shown = text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip()
     assert shown == rendered(table), f"docs/security-http.md must have:\n{rendered(table)}"
 
 
-def rendered(table: dict[tuple[str, str], list[str]]) -> str:
-    rows = ["| roles | listener | routes |", "|---|---|---|"]
+def rendered(table: dict[tuple[str, str], dict[str, list[str]]]) -> str:
+    lines = []
     for roles, listener in sorted(table, key=lambda key: (-len(key[0].split(", ")), key)):
-        rows.append(f"| {roles} | {listener} | {', '.join(f'`{one}`' for one in table[roles, listener])} |")
-    return "\n".join(rows)
+        lines += [f"**{roles}**, on the {listener} listener:", ""]
+        for part, routes in table[roles, listener].items():
+            listed = ", ".join(f"`{one}`" for one in routes).replace(" /", "\0/")  # so that no route is divided
+            wrapped = textwrap.wrap(f"- {part}: {listed}", 120, subsequent_indent="  ", break_on_hyphens=False)
+            lines += [line.replace("\0", " ") for line in wrapped]
+        lines += [""]
+    return "\n".join(lines).strip()
 
 
 async def until(status: int, http: httpx.AsyncClient, key: str) -> None:
@@ -112,7 +119,7 @@ async def test_keys_are_changed_without_a_restart(plane: Plane, tmp_path: Path) 
         write_keys(file, {"new": "read"})
         await until(200, http, "new")
         assert (await http.get("/metrics", headers=bearer("old"))).status_code == 401
-        file.write_text("no keys")  # a mistake locks nobody out
+        file.write_text("no keys")  # a mistake locks no caller out
         file.chmod(0o600)
         await asyncio.sleep(listener_keys.RELOAD_S)
         for key in ("new", "own"):

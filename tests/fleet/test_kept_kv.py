@@ -19,7 +19,7 @@ __all__ = ["http"]
 
 
 class Stream:
-    """A stream of single tokens, read until `spans` has been told of a new version."""
+    """A stream of single tokens, read until `spans` names a new version."""
 
     def __init__(self, lines: AsyncIterator[str]) -> None:
         self._lines = lines
@@ -46,7 +46,7 @@ async def streaming(http: httpx.AsyncClient) -> AsyncIterator[Stream]:
         yield Stream(response.aiter_lines())
 
 
-async def test_spans_name_the_kv_that_was_kept(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_spans_name_the_kept_kv(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn(token_delay_s=0.01)
     async with streaming(http) as stream:
         await stream.reach("initial")

@@ -96,7 +96,7 @@ async def test_a_dead_holder_is_replaced_long_before_its_ttl(plane: Plane) -> No
     async with client.lock(view, wait_s=30) as held:
         assert held.fence > fence
         await client.bus.flush()
-        assert all(written), "to whoever is faster it never looks as if the dead one had given it back"
+        assert all(written), "the faster caller never believes that the dead holder has released it"
         assert written
 
 
@@ -282,7 +282,7 @@ async def test_a_new_fence_is_taken_without_giving_the_lock_away(plane: Plane) -
         assert again.fence > held.fence
 
 
-async def test_a_holder_whose_connection_broke_and_came_back_keeps_the_lock(plane: Plane) -> None:
+async def test_a_holder_that_reconnects_keeps_the_lock(plane: Plane) -> None:
     """The server announces that the connection of the lock is closed, and a waiting call would take the lock at once.
     A long prepare renews the lock only now and then."""
     one, two = await plane.client("one", UNRENEWED), await plane.client("two")

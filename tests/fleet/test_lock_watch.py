@@ -31,7 +31,7 @@ async def test_the_fence_of_the_holder_is_live_and_no_other(plane: Plane) -> Non
     async with client.lock(view) as first:
         assert await watch.is_live(first.fence)
         assert state.fence == first.fence
-        assert not await watch.is_live(first.fence + 1), "nobody has it"
+        assert not await watch.is_live(first.fence + 1), "no caller holds it"
         await first.renew()
         assert await watch.is_live(first.fence), "a renewal is no new holder"
     await plane.until(lambda: not watch.is_holders(first.fence))

@@ -147,7 +147,7 @@ async def test_a_fresh_worker_on_an_empty_store_does_not_turn_the_fleet_back(
     assert await serves(plane, client, 3, "step_2", 2)
 
 
-async def test_a_decision_does_not_go_over_one_that_is_written_back_meanwhile(plane: Plane) -> None:
+async def test_a_decision_does_not_overwrite_a_record_that_a_worker_restored_meanwhile(plane: Plane) -> None:
     """A worker was silent while an update asked for the newest record, and writes back what the store had lost before
     that update is decided."""
     faults = BusFaults()

@@ -290,14 +290,14 @@ async def _is_open(client: RlClient, instance_id: str) -> bool:
     return bool((await client.call(instance_id, "state")).body["admission"]["open"])
 
 
-async def test_a_hung_worker_is_found_and_comes_back(plane: Plane) -> None:
+async def test_the_fleet_loses_a_hung_worker_and_takes_it_back(plane: Plane) -> None:
     hung, other = plane.spawn_many(2)
     await hang_and_return(plane, hung, other)
 
 
 @pytest.mark.slow
 @pytest.mark.parallel
-async def test_without_advisories_a_hung_worker_is_found_and_comes_back(plain_plane: Plane) -> None:
+async def test_without_advisories_the_fleet_loses_a_hung_worker_and_takes_it_back(plain_plane: Plane) -> None:
     hung, other = plain_plane.spawn_many(2)
     await hang_and_return(plain_plane, hung, other)
 
@@ -325,7 +325,7 @@ FakeEngine.flush_cache = blocking
     await plain_plane.until(lambda: _is_open(client, busy.instance_id))
 
 
-async def test_a_server_that_is_killed_and_restarted_loses_nobody(
+async def test_a_killed_and_restarted_server_loses_no_member(
     own_nats: tuple[NatsServer, Plane], caplog: pytest.LogCaptureFixture
 ) -> None:
     server, plane = own_nats
@@ -395,7 +395,7 @@ async def test_a_lost_store_never_lets_the_epoch_fall(own_nats: tuple[NatsServer
 async def test_workers_that_make_the_lost_store_anew_know_the_highest_epoch(
     own_nats: tuple[NatsServer, Plane],
 ) -> None:
-    """The views come back later than the workers, whose own records are older than the last epoch."""
+    """The views reconnect later than the workers, whose own records are older than the last epoch."""
     server, plane = own_nats
     faults = BusFaults()
     client = await plane.client(connect_bus=faults.connect)
@@ -518,7 +518,7 @@ async def test_a_signal_lets_running_generation_end(plane: Plane, number: signal
     assert await asyncio.to_thread(worker.process.wait, 30) == 0
 
 
-async def test_who_was_told_to_end_is_not_opened_again(plane: Plane) -> None:
+async def test_a_worker_that_is_ending_is_not_opened_again(plane: Plane) -> None:
     client = await plane.client()
     worker = plane.spawn(token_delay_s=0.05)
     stream = Stream(client, worker.instance_id, [5, 6], 1000)

@@ -106,7 +106,7 @@ async def pages_after_a_life(plane: Plane) -> Pages:
         return found
 
 
-async def test_the_pages_tell_what_has_happened(pages: Pages) -> None:
+async def test_the_metrics_pages_show_what_has_happened(pages: Pages) -> None:
     shown, own = values(pages.frontend, "engine"), values(pages.worker)
     nbytes = shown['rl_plane_update_received_bytes_total{transport="filesystem"}']
     assert nbytes > 0
@@ -133,7 +133,7 @@ async def test_the_pages_tell_what_has_happened(pages: Pages) -> None:
         assert found["process_resident_memory_bytes"] > 1e6
 
 
-async def test_the_holder_of_the_lock_and_a_kept_copy_are_told(plane: Plane) -> None:
+async def test_the_metrics_show_the_holder_of_the_lock_and_a_kept_copy(plane: Plane) -> None:
     worker = plane.spawn(metrics={"metrics_port": 0})
     client = await plane.client("trainer")
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)

@@ -1,4 +1,4 @@
-"""A fleet that is started with another model on a store that is kept, and the new run that it needs."""
+"""A fleet that is started with another model on an old store, and the new run that it needs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def closed_reasons(client: RlClient) -> list[str]:
 async def until_closed(plane: Plane, client: RlClient, count: int, words: str) -> list[str]:
     async def told() -> list[str]:
         reasons = [reason for reason in await closed_reasons(client) if words in reason]
-        listed = await client.list_workers()  # those that were killed are found out a little later
+        listed = await client.list_workers()  # the fleet finds out a little later which workers were killed
         return reasons if len(reasons) == len(listed) == count else []
 
     reasons: list[str] = await plane.until(told, START_S)

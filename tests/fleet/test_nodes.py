@@ -233,7 +233,7 @@ def test_a_node_that_differs_is_refused_on_every_node(links: Links, facts: dict[
         assert error.facts["fix"]
 
 
-def test_a_node_that_refuses_its_settings_tells_the_others(links: Links) -> None:
+def test_a_node_that_refuses_its_settings_reports_it_to_the_others(links: Links) -> None:
     head, node, refusing = links.head(3), links.node(1, 3), links.unstarted(2, 3)
     *errors, none = together(head.gather, node.join, lambda: refusing.tell_refusal(NO_SETTINGS))
     assert none is None
@@ -243,7 +243,7 @@ def test_a_node_that_refuses_its_settings_tells_the_others(links: Links) -> None
         assert error.facts == NO_SETTINGS.facts
 
 
-def test_a_head_that_refuses_its_settings_tells_the_nodes(links: Links) -> None:
+def test_a_head_that_refuses_its_settings_reports_it_to_the_nodes(links: Links) -> None:
     head, nodes = links.unstarted(0, 3), [links.node(rank, 3) for rank in (1, 2)]
     none, *errors = together(lambda: head.tell_refusal(NO_SETTINGS), *(node.join for node in nodes))
     assert none is None
@@ -280,7 +280,7 @@ def test_a_refusal_of_a_second_process_does_not_end_the_first(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_whose_engine_refuses_its_settings_tells_the_other_node(
+def test_a_worker_whose_engine_refuses_its_settings_reports_it_to_the_other_node(
     links: Links, nats: NatsServer, namespace: str, tmp_path: Path, rank: int
 ) -> None:
     argv = ["worker", "--engine", "fake", "--model", str(make_fake_model(tmp_path / "model", 1))]
@@ -297,7 +297,9 @@ def test_a_worker_whose_engine_refuses_its_settings_tells_the_other_node(
     assert "refuses its settings: the engine fake runs on one host" in told.message
 
 
-def test_a_node_rank_twice_is_refused_and_the_first_goes_on(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_node_of_the_same_rank_is_refused_and_the_first_continues(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(follower_link, "TAKEN_S", 0.5)
     head, node, client, *_ = links.pair()
     (told,) = together(links.node().join)
@@ -327,7 +329,7 @@ def test_the_agents_of_all_hosts_are_asked_as_one(links: Links) -> None:
     assert here == there, "an answer that is larger than a NATS message is compressed"
 
 
-def test_a_trace_tells_the_part_of_each_host(links: Links) -> None:
+def test_a_trace_shows_the_part_of_each_host(links: Links) -> None:
     head, node, client, *_ = links.pair()
     with collector() as spans, exported_spans(spans.url, "rl_plane.worker"):
         with tracing.within(tracing.begin("prepare_update")):
@@ -378,13 +380,13 @@ def test_digests_of_other_weights_are_refused(links: Links) -> None:
 # ---- losing ----
 
 
-def test_a_node_that_tells_its_end(links: Links) -> None:
+def test_a_head_reports_why_its_node_has_ended(links: Links) -> None:
     head, node, *_ = links.pair()
     node.tell_end("SGLang's process 7 has ended")
     assert lost(head) == f"{node.me.name} has ended: SGLang's process 7 has ended"
 
 
-def test_a_head_that_tells_its_end(links: Links) -> None:
+def test_a_node_reports_why_its_head_has_ended(links: Links) -> None:
     head, node, *_ = links.pair()
     head.tell_end("its worker ended with exit code 0", 0)
     assert lost(node) == f"{head.me.name} has ended: its worker ended with exit code 0"
@@ -446,7 +448,7 @@ def test_a_look_finds_an_end_at_once(links: Links, monkeypatch: pytest.MonkeyPat
 # ---- facts, settings, messages ----
 
 
-def test_facts_tell_models_apart(tmp_path: Path) -> None:
+def test_the_facts_of_nodes_distinguish_models(tmp_path: Path) -> None:
     one = make_fake_model(tmp_path / "one", 1)
     same = make_fake_model(tmp_path / "same", 1)
     other = make_fake_model(tmp_path / "other", 1, tensors=5)

@@ -2,7 +2,7 @@
 dialects, without keys, with the right key, with wrong ones, and with keys of roles that may not change anything.
 
 No answer is a 500, each status is documented, nothing that needs a key is answered without it, and no worker is harmed.
-`make fuzz` goes on with other requests until its time is over: `FUZZ_SECONDS`, from `FUZZ_SEED`.
+`make fuzz` sends other requests until its time is over: `FUZZ_SECONDS`, from `FUZZ_SEED`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ENDLESS = ("/v1/rl/events",)
 ALLOWED = frozenset({501, 503, 504})
 """Statuses of 5xx that are answered on purpose: not here, not now, not in time."""
 LAST = ("pause", "sleep", "release", "check", "disable", "memory")
-"""Operations that stop the fleet come after those that need it."""
+"""Operations that stop the fleet come after the operations that need it."""
 
 
 def bounded(schema: Any) -> Any:

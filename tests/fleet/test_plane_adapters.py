@@ -1,4 +1,4 @@
-"""Adapters (LoRA) go through the same transaction as the base weights; the tokens tell what made them."""
+"""Adapters (LoRA) go through the same transaction as the base weights; the tokens show which weights made them."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def of_another_model(plane: Plane) -> Path:
         ("the base's name", InvalidRequest),
     ],
 )
-async def test_what_is_wrong_touches_nobody(plane: Plane, what: str, kind: type[PlaneError]) -> None:
+async def test_a_wrong_adapter_call_changes_no_worker(plane: Plane, what: str, kind: type[PlaneError]) -> None:
     client = await plane.client()
     ids = plane.spawn_copies(2)
     base, one = await base_of(client), await load(client, adapter(plane, 1))
@@ -291,7 +291,7 @@ async def test_an_adapter_that_is_lost_in_a_swap_that_a_deadline_ends_is_fetched
         client.run("update_weights", target("swap", "a", adapter(plane, 2), policy={"commit_timeout_s": 3}))
     )
     await plane.until((plane.tmp / "cut").exists)
-    shutil.rmtree(plane.tmp / "weights" / "adapter2")  # nobody can fetch it again
+    shutil.rmtree(plane.tmp / "weights" / "adapter2")  # no worker can fetch it again
     assert (await swapping)["excluded"] == [bad.instance_id]
     back = await load(client, adapter(plane, 1), "swap")
     await until_serving(plane, client, bad.instance_id, back["sequence"])
@@ -463,7 +463,7 @@ async def test_a_running_request_of_an_adapter_that_is_dropped_with_the_base_end
     assert (first["digest"], second["digest"]) == (old["digest"], new["digest"])
 
 
-async def test_a_running_request_goes_on_with_the_swapped_adapter(plane: Plane) -> None:
+async def test_a_running_request_continues_with_the_swapped_adapter(plane: Plane) -> None:
     client = await plane.client()
     worker = plane.spawn(token_delay_s=0.01)
     base, one = await base_of(client), await load(client, adapter(plane, 1))

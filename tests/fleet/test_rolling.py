@@ -14,7 +14,7 @@ from rl_plane.client import RlClient
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.steps import Event, Instruction
 from tests.support.adapter_updates import adapter, load
-from tests.support.dying_coordinator import _Dies, ends_at
+from tests.support.dying_coordinator import CoordinatorDies, ends_at
 from tests.support.faults import StatusLog, Stream, generate, spawn_faulty
 from tests.support.fleet_updates import all_serve, coordinator_that_dies, states, update_of
 from tests.support.frontend_process import PROMPT, ask, frontend, tokens_under
@@ -42,7 +42,7 @@ def dies_in_the_roll(patch: pytest.MonkeyPatch, after: int) -> None:
         nonlocal rolled
         if instruction.phase == "roll":
             if rolled == after:
-                raise _Dies
+                raise CoordinatorDies
             rolled += 1
         return await real(self, instruction)
 
@@ -179,11 +179,11 @@ async def test_a_coordinator_that_dies_in_the_roll_is_not_needed(
     with monkeypatch.context() as patch:
         if rolled < 3:
             dies_in_the_roll(patch, rolled)
-            with pytest.raises(_Dies):
+            with pytest.raises(CoordinatorDies):
                 await doomed.run("update_weights", rolling(plane, 1))
         else:  # all have swapped: only the record is left half done
-            ends_at(patch, "open", _Dies())
-            with pytest.raises(_Dies):
+            ends_at(patch, "open", CoordinatorDies())
+            with pytest.raises(CoordinatorDies):
                 await doomed.run("update_weights", rolling(plane, 1))
     await plane.until(lambda: all_serve(client, "step_1"), FINISH_S)
     digest = model_digest(plane.model(1))
@@ -213,7 +213,7 @@ async def test_a_frontend_finishes_what_a_dead_coordinator_rolled(
         old = (await ask(http))["nvext"]["weight_version"]
         with monkeypatch.context() as patch:
             dies_in_the_roll(patch, 1)
-            with pytest.raises(_Dies):
+            with pytest.raises(CoordinatorDies):
                 await doomed.run("update_weights", rolling(plane, 1))
 
         async def final() -> bool:

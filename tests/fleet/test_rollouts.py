@@ -24,7 +24,7 @@ def keys(rollouts: list[Rollout]) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("op", ["pause", "abort_requests"])
-async def test_parked_rollouts_go_on_under_the_next_weights(plane: Plane, op: str) -> None:
+async def test_parked_rollouts_continue_under_the_next_weights(plane: Plane, op: str) -> None:
     from tests.support import reference
     from tests.support.fleet_updates import update_of
     from tests.support.frontend_process import frontend

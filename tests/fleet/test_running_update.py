@@ -1,4 +1,4 @@
-"""The fleet tells of the update that runs, while its bytes stand still and between its trainer's calls, and ends it."""
+"""The fleet reports the running update, while its bytes stand still and between its trainer's calls, and ends it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def running(client: RlClient) -> dict[str, Any] | None:
     return found
 
 
-async def test_an_update_whose_bytes_stand_still_tells_who_asked_and_what_it_waits_for(
+async def test_a_stalled_update_shows_its_caller_and_what_it_waits_for(
     plane: Plane, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rl_plane.commit.journal")

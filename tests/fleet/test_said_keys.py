@@ -103,7 +103,7 @@ async def test_a_trainers_key_is_said_in_history_and_events(keyed_plane: Plane, 
                 assert (paused["asked_by"], paused["outcome"]) == (said, "ok")
                 assert paused["who"].startswith("frontend-")
 
-                # Nobody's key is said for a caller without one.
+                # No key is reported for a caller without one.
                 assert (await http.post("/v1/rl/resume")).status_code == 200
                 assert (await events.next(op="resume"))["asked_by"] == ""
             for reply in (await trainer.run("updates"), (await http.get("/v1/rl/updates")).json()):

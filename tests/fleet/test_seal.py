@@ -130,7 +130,7 @@ async def test_what_is_written_between_the_read_and_the_seal_is_sealed(plane: Pl
 
 @pytest.mark.parametrize("told", [True, False])
 async def test_a_delayed_decision_is_refused_whatever_other_calls_did_meanwhile(plane: Plane, told: bool) -> None:
-    """Not `told`: the marker of the lock that was lost has gone, as it does after a while."""
+    """Not `told`: the marker of the lost lock has gone, as it does after a while."""
     one, two = await plane.client("one", SHORT), await plane.client("two")
     state = one.subjects().state
     await store(one, BASE)
@@ -359,7 +359,7 @@ async def test_a_reconnected_coordinator_decides_only_if_lock_and_record_are_unc
 
 
 async def lose_writes(client: RlClient, at: int, record: DecisionRecord | None) -> None:
-    """Makes the store as one that has lost all writes but the lock's, and gives the sequence `at` a second time: to
+    """Makes the store lose all writes but the lock's, and gives the sequence `at` a second time: to
     `record`, or to another key."""
     bus, state = client.bus, client.subjects().state
     lock = await bus.get(state, LOCK)

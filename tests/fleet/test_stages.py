@@ -374,12 +374,12 @@ async def test_stages_that_die_join_or_stand_still_do_not_disturb_an_update(plan
 
 
 async def _beside(client: RlClient, *stages: Spawned) -> bool:
-    """Are these the stages, or those of them that are not yet taken for hung?"""
+    """Are these the stages, or at least the stages that do not yet count as hung?"""
     there = {stage.instance_id for stage in (await client.list_workers()).pipeline_stages}
     return stages[-1].instance_id in there and there <= {stage.instance_id for stage in stages}
 
 
-async def test_a_killed_stage_leaves_and_one_that_is_told_to_end_too(plain_plane: Plane) -> None:
+async def test_a_killed_stage_leaves_and_a_terminated_stage_leaves_too(plain_plane: Plane) -> None:
     """The server announces no death. The plane checks stages like engines."""
     plane = plain_plane
     client = await plane.client()

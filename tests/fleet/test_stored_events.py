@@ -1,4 +1,4 @@
-"""Events outlive the frontend that told them."""
+"""Events outlive the frontend that reported them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_chunks_are_bounded_and_the_newest_stay(plane: Plane, monkeypatch:
     assert [one.id for one in await stored_by(bus, bucket)] == list(range(20, 50))
 
 
-async def test_events_that_can_not_be_stored_are_told_once_and_hurt_nobody(
+async def test_the_frontend_continues_without_a_store_of_events_and_warns_of_it(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bus = (await plane.client()).bus
@@ -109,7 +109,9 @@ async def test_events_that_can_not_be_stored_are_told_once_and_hurt_nobody(
     writer = StoredEvents(bus, plane_bucket(plane), "one")
     with caplog.at_level(logging.WARNING):
         assert await writer.start() == []
-    assert "events are kept in this process only, so its end loses them: frontend may not read" in caplog.text
+    assert (
+        "this process can't store its events, so they are lost when it ends: frontend may not read" in caplog.text
+    )
     writer.add(event(1))
     await writer.stop()
 

@@ -225,7 +225,7 @@ def test_a_call_that_comes_while_it_is_closed_ends(nats_url: str, monkeypatch: p
     assert loop.is_closed()
 
 
-def test_nobody_there() -> None:
+def test_a_sync_client_reports_that_no_server_answers() -> None:
     with pytest.raises(PlaneError, match="no NATS server answers"):
         SyncRlClient.connect("nats://127.0.0.1:9")
 

@@ -234,7 +234,7 @@ async def test_a_request_that_nats_does_not_take_is_no_engines_failure(
 async def test_a_reader_waits_for_a_token_so_long_and_no_longer(nats: NatsServer) -> None:
     async with both_ends(nats.url) as (receiver, subject, _):
         stream = await receiver.open(subject, "s", {"messages": 0}, silence_s=60.0)
-        stream.check_silence(time.monotonic() + 61.0)  # nobody waits yet
+        stream.check_silence(time.monotonic() + 61.0)  # no reader waits yet
         async with aclosing(stream.batches()) as batches:
             waiting = asyncio.ensure_future(anext(batches))
             await asyncio.sleep(0)
@@ -390,7 +390,7 @@ async def test_a_reader_who_waits_for_the_end_gets_what_was_made_meanwhile_at_on
     assert batches == [[0], list(range(1, MESSAGES))], "the end of the source ends the wait"
 
 
-async def test_gathered_items_come_after_their_time_also_if_the_source_goes_on(
+async def test_gathered_items_come_after_their_time_also_if_the_source_continues(
     engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop],
 ) -> None:
     async def source() -> AsyncGenerator[int, None]:

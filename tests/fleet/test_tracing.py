@@ -144,7 +144,7 @@ def test_an_update_without_a_caller_s_trace_has_one_by_its_id(fleet: TracedFleet
     assert one(found, "commit").parent_id == second.span_id
 
 
-def test_a_failed_update_tells_the_error_and_the_worker(fleet: TracedFleet, spans: Collector) -> None:
+def test_the_trace_of_a_failed_update_shows_the_error_and_the_worker(fleet: TracedFleet, spans: Collector) -> None:
     trace_id, caller, header = fresh()
     body = {"transport": {"backend": "filesystem", "path": str(fleet.root / "nothing")}, "version": "bad"}
     assert "error" in fleet.post("/v1/rl/update_weights", body, traceparent=header)
@@ -334,7 +334,7 @@ def absent_collector() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("bad", [absent_collector, refusing_collector, silent_collector])
-def test_without_a_collector_the_fleet_goes_on_and_ends(
+def test_without_a_collector_the_fleet_works_and_ends(
     bad: Callable[[], AbstractContextManager[str]], tmp_path: Path
 ) -> None:
     with bad() as url:

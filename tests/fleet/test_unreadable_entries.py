@@ -1,5 +1,4 @@
-"""Entries that can't be decoded, in every key of both buckets: a fleet that serves goes on serving, and processes that
-start come up."""
+"""Entries that can't be decoded, in every key of both buckets: a serving fleet continues, and new processes start."""
 
 from __future__ import annotations
 
@@ -109,7 +108,7 @@ def check_logs(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
     assert logged
 
 
-async def test_a_fleet_that_serves_goes_on_and_processes_that_start_come_up(
+async def test_a_serving_fleet_continues_and_new_processes_start(
     plane: Plane, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)

@@ -32,10 +32,10 @@ from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.support.faults import hold_back
 from tests.support.fleet_updates import (
-    _locked,
     all_serve,
     coordinator_that_dies,
     generated,
+    is_locked,
     states,
     update_of,
     while_preparing,
@@ -268,7 +268,7 @@ async def test_an_update_under_a_longer_one_is_locked_with_a_retry_time(plane: P
     plane.spawn(stage_delay_s=8)
     slow = asyncio.create_task(one.run("update_weights", update_of(plane.model(1), "one")))
     view = await one.client.view()
-    await plane.until(lambda: _locked(one.client))
+    await plane.until(lambda: is_locked(one.client))
     with pytest.raises(Locked) as caught:
         await two.run("update_weights", update_of(plane.model(2), "two"))
     assert caught.value.facts["retry_after_s"] > 0

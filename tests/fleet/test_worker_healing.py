@@ -1,4 +1,4 @@
-"""A worker is admitted only with the committed weights, and comes back to them by itself."""
+"""A worker is admitted only with the committed weights, and heals by itself."""
 
 from __future__ import annotations
 

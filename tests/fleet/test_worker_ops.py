@@ -111,7 +111,7 @@ async def test_targets_filter_on_the_broadcast_subject(raw: Raw) -> None:
     assert [answer["instance_id"] for answer in answers] == [raw.ids[1]]
 
 
-async def test_no_targets_is_nobody(raw: Raw) -> None:
+async def test_an_empty_list_of_targets_asks_no_worker(raw: Raw) -> None:
     assert await raw.broadcast(b'{"op":"state","targets":[]}', 0) == []
 
 
@@ -144,7 +144,7 @@ async def test_fence_and_incarnation_are_checked(raw: Raw) -> None:
 
 
 @pytest.mark.parametrize("fence", [0, 10**6])
-async def test_a_fence_that_nobody_holds_changes_nothing(own: Raw, fence: int) -> None:
+async def test_a_fence_without_a_holder_changes_nothing(own: Raw, fence: int) -> None:
     """An op that changes a worker needs a *live* fence."""
     reply = await own.json(op="pause", fence=fence, incarnation=await own.incarnation())
     assert reply["status"] == "error"
@@ -152,7 +152,7 @@ async def test_a_fence_that_nobody_holds_changes_nothing(own: Raw, fence: int) -
 
 
 @pytest.mark.parametrize("fence", [10**6, 2**62, 10**30])
-async def test_a_made_up_fence_on_a_reading_op_locks_nobody_out(own: Raw, fence: int) -> None:
+async def test_a_made_up_fence_on_a_reading_op_locks_no_caller_out(own: Raw, fence: int) -> None:
     await own.json(op="state", fence=fence)
     out = await own.client.call_all("flush_cache", timeout_s=ANSWER_S)
     assert [row.status for row in out.rows] == ["ok", "ok"], [row.error for row in out.rows]
@@ -184,7 +184,7 @@ async def test_a_made_up_fence_on_a_reading_op_locks_nobody_out(own: Raw, fence:
         ({"op": "state", "deadline": 1_700_000_000_000}, "deadline"),
     ],
 )
-async def test_a_wrong_message_is_told_its_field(raw: Raw, message: dict[str, Any], field: str) -> None:
+async def test_the_error_of_a_wrong_message_names_its_field(raw: Raw, message: dict[str, Any], field: str) -> None:
     reply = await raw.json(**message)
     assert reply["status"] == "error"
     assert reply["error"]["code"] == "invalid_request"
@@ -232,7 +232,7 @@ async def test_without_a_reply_subject_nothing_breaks(raw: Raw) -> None:
     assert (await raw.json(op="state"))["status"] == "ok"
 
 
-async def test_a_caller_that_waits_no_longer_is_told_so(raw: Raw) -> None:
+async def test_a_call_whose_time_has_passed_gets_deadline_exceeded(raw: Raw) -> None:
     reply = await raw.json(op="tokenize", body={"prompt": "a"}, timeout_ms=0)
     assert reply["error"]["code"] == "deadline_exceeded"
     assert (await raw.json(op="liveness", timeout_ms=5000))["body"]["alive"]

@@ -1,7 +1,7 @@
 """Fuzzes a real fleet: mutated messages on every subject, mutated entries in every key, and mutated HTTP bodies.
 
-The fleet must go on: no process ends, no answer is an internal error, no log has a traceback, memory stays bounded, and
-an update still commits afterwards."""
+The fleet must survive: no process ends, no answer is an internal error, no log has a traceback, memory stays bounded,
+and an update still commits afterwards."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FLEET_CALLS: tuple[dict[str, Any], ...] = (
     {"op": "abort_requests", "body": {"request_ids": ["x"]}},
     {"op": "update_weights", "body": {"transport": {"backend": "filesystem", "path": "/nowhere"}, "version": "x"}},
 )
-"""Calls that leave a fleet which serves, or one that `resume` opens."""
+"""Calls after which the fleet serves, or serves after `resume`."""
 HTTP_CALLS = tuple((f"/v1/rl/{call['op']}", call.get("body", {})) for call in FLEET_CALLS[3:])
 COMPLETION = {"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "stop": ["x"], "logit_bias": {"5": 1.0}}
 

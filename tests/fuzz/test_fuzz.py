@@ -41,5 +41,5 @@ def test_parsers_return_or_raise_a_typed_error(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parallel
 @pytest.mark.timeout(400)
-async def test_a_fleet_goes_on(tmp_path: Path) -> None:
+async def test_a_fleet_survives_mutated_input(tmp_path: Path) -> None:
     assert await fleet.fuzz(tmp_path, SEED, rounds=ROUNDS) == ROUNDS

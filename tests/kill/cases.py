@@ -342,7 +342,7 @@ def matrix_fixture(
 
 class Matrix:
     """Runs cases on fleets side by side, each fleet one case after the other: kill, recover, the next one. A fleet in
-    which one went wrong is replaced."""
+    which a case went wrong is replaced."""
 
     def __init__(self, cases: Sequence[Case], tmp: Path, lanes: dict[Engine, int]) -> None:
         """`lanes`: engine → fleets."""

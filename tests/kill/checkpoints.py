@@ -1,4 +1,4 @@
-"""Checkpoints whose tokens tell them apart."""
+"""Checkpoints that differ in the tokens that they make."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Answer:
 
     @property
     def version(self) -> dict[str, Any] | None:
-        """The committed version that it tells of."""
+        """The committed version that it reports."""
         return self.body.get("version") or self.error.get("version")
 
     @property
@@ -308,7 +308,7 @@ class RealFleet(KeptFleet):
         return found
 
     async def learn_committed(self) -> None:
-        """The history, of which nothing that was told before may change."""
+        """The history, in which no earlier entry may change."""
         told = (await self.get(self.frontends[0], "updates?limit=256"))["updates"]
         for entry in told:
             if entry["outcome"] == "committed":

@@ -1,4 +1,4 @@
-"""The `held` transport, as a package of somebody else's would bring it: files as by `filesystem`, which a test can hold
+"""The `held` transport, as a third party's package would bring it: files as by `filesystem`, which a test can hold
 open when the first tensor is there."""
 
 from __future__ import annotations

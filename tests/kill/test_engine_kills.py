@@ -1,5 +1,5 @@
 """SIGKILL of a vLLM or SGLang worker, and of a process of its engine, in each phase of an update, and while it heals:
-as `test_kill_matrix.py`, beside a worker of another engine that goes on.
+as `test_kill_matrix.py`, beside a worker of another engine that continues.
 
 One case: `-k vllm-kill-EngineCore-gate.after`; other choices within the cases: `KILL_SEED=7`.
 """

@@ -1,8 +1,8 @@
 """The second node of a vLLM or SGLang engine dies or hangs in each phase of an update, and while it heals: the whole
 node, its rank, or its host agent. A worker of another engine continues beside it.
 
-The update is prepared on both nodes or fails, the worker ends, and both nodes come back with the committed weights. One
-case: `-k vllm-nodes-kill-host-gate.after`; other choices within the cases: `KILL_SEED=7`.
+The update is prepared on both nodes or fails, the worker ends, and both nodes start again with the committed weights.
+One case: `-k vllm-nodes-kill-host-gate.after`; other choices within the cases: `KILL_SEED=7`.
 """
 
 from __future__ import annotations

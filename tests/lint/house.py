@@ -27,7 +27,7 @@ ROLES = {
     "__init__", "__main__", "adapter", "args", "base", "config", "cpu_build", "fleet", "holder", "kept_kv", "logits",
     "main", "plugin", "processes", "receiver", "scorer", "seeds", "sender", "streams", "text_form", "wire",
 }  # fmt: skip
-"""A transport, an engine and a dialect are a folder each, whose files have these names: the folder tells them apart."""
+"""A transport, an engine and a dialect are a folder each. Files with these names differ by their folder."""
 
 
 def offences(root: Path) -> list[str]:
@@ -94,10 +94,11 @@ def _same_modules(trees: dict[str, ast.Module]) -> list[str]:
 
 
 def _same_classes(trees: dict[str, ast.Module]) -> list[str]:
+    """Compares private classes too: a reader who searches for a name finds all classes that have it."""
     places = defaultdict(list)
     for name, tree in trees.items():
         for node in tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{name}:{node.lineno}")
     return [
         f"{place}: a class {name} is also in {', '.join(other for other in found if other != place)}"

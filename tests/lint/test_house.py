@@ -69,6 +69,15 @@ def test_a_name_that_is_used_twice_is_found(tmp_path: Path) -> None:
     assert "worker/mover.py:7: a class Mover is also in rl_plane/mover.py:7" in found
 
 
+def test_a_private_class_that_the_product_has_twice_is_found(tmp_path: Path) -> None:
+    private = GOOD.replace("class Mover", "class _Mover")
+    found = _offences(tmp_path, rl_plane__mover=private, worker__other=private, tests__helper=private)
+    assert found == [
+        "rl_plane/mover.py:7: a class _Mover is also in worker/other.py:7",
+        "worker/other.py:7: a class _Mover is also in rl_plane/mover.py:7",
+    ]
+
+
 def test_a_file_that_has_the_same_part_in_each_folder_may_have_the_same_name(tmp_path: Path) -> None:
     assert _offences(tmp_path, rl_plane__ipc__sender=GOOD, rl_plane__nixl__sender="") == []
 

@@ -412,7 +412,7 @@ def test_adapters_are_sent_in_full(tmp_path: Path) -> None:
 
 def test_how_much_memory_is_free(tmp_path: Path) -> None:
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    assert free_memory(proc, cgroups) == 0, "nobody knows"
+    assert free_memory(proc, cgroups) == 0, "it is unknown"
     assert free_memory() > 0
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable: 32 kB\nHugePages_Total: 0\n")

@@ -48,7 +48,7 @@ async def test_the_fleet_has_the_trainers_weights_from_the_start(
             if then is not None:
                 publisher.publish(then)
 
-    await asyncio.to_thread(begin, "initial")  # as the fleet calls what nobody has published
+    await asyncio.to_thread(begin, "initial")  # as the fleet calls a version that no trainer has published
     assert await served(plane) == {("initial", model_digest(plane.model(1)), 1)}
     await asyncio.to_thread(begin, "step_0")
     assert await served(plane) == {("step_0", model_digest(plane.model(1)), 2)}

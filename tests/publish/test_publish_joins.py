@@ -172,7 +172,7 @@ async def test_a_version_is_pulled_from_the_trainers_tensors_and_copied_once(pla
         tensor.zero_()
     plane.spawn()
     await plane.until(lambda: serve(client, "two"), HEAL_S)
-    # What goes on while the trainer does is packed beside it.
+    # A publication without `wait` packs its tensors while the trainer continues.
     digest = step(2)
     publication = await asyncio.to_thread(publisher.publish, "three", wait=False)
     await asyncio.to_thread(publication.wait_read, BOUND_S)
@@ -209,7 +209,7 @@ async def test_without_a_copy_a_late_worker_heals_from_another_one(plane: Plane)
     await plane.until(lambda: serve(client, "one"), HEAL_S)
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
     unstaged = {"transport": {"backend": "filesystem", "path": str(plane.model(2))}, "policy": {"staging": "none"}}
-    with pytest.raises(InvalidRequest) as refused:  # a worker that fails could not come back
+    with pytest.raises(InvalidRequest) as refused:  # a worker that fails could not heal
         await client.run("update_weights", unstaged)
     assert refused.value.facts["field"] == "policy.staging"
     await asyncio.to_thread(publisher.close)

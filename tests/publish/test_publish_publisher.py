@@ -128,7 +128,7 @@ async def test_a_keeping_sender_keeps_what_is_committed(plane: Plane, monkeypatc
         await publisher_by(make, plane.model(2, nbytes=2048), fleet, root=root_of(plane)).publish_async("two")
     assert set(events) == {"closed"}
 
-    # An update that is committed, but hardly served yet, is an error; those who come late need it all the same.
+    # An update that is committed, but hardly served yet, is an error; late workers need it all the same.
     class Late(BlockingFleet):
         def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
             reply = super().run(op, body, request_id)
@@ -166,7 +166,7 @@ async def test_publications_overlap_the_next_step_and_run_one_after_another(plan
     await asyncio.to_thread(one.wait_read, BOUND_S)
     assert (await asyncio.to_thread(one.result, BOUND_S))["version"]["label"] == "one"
     assert (await asyncio.to_thread(two.result, BOUND_S))["version"]["sequence"] == 2
-    # One that does not end: the next is refused once the bound is over.
+    # While an update does not end, the next one is refused once the bound is over.
     source.go.clear()
     publisher = Hasty(source, fleet, root=root_of(plane))
     three = publisher.publish("three", wait=False)

@@ -41,7 +41,7 @@ async def outcomes_on_two_ranks(plane: Plane, script: str, *ways: str) -> tuple[
     return versions, outcomes
 
 
-async def test_when_rank_0_fails_in_the_middle_of_sending_all_ranks_go_on(plane: Plane) -> None:
+async def test_all_ranks_continue_after_rank_0_failed_in_the_middle_of_sending(plane: Plane) -> None:
     """The failed rank gathers to the end, so that no other rank waits for it, and raises its own error. The other rank
     learns of it. The next version is published."""
     versions, outcomes = await outcomes_on_two_ranks(plane, "tests/support/failing_ranks.py", "gloo", "ipc")

@@ -56,7 +56,7 @@ class AnswerChecks:
         return ("ok", "outcome_unknown", "unknown", *by_another)
 
     def _is_told_as_committed(self, mine: Decision, facts: Mapping[str, Any]) -> bool:
-        """An error that says that the version is committed, and that nearly nobody serves it. It needs a reason: a
+        """An error that says that the version is committed, and that hardly any worker serves it. It needs a reason: a
         worker that was well all the time would serve it."""
         version = facts.get("version")
         if not version or WeightVersion.from_wire(version) != mine.made:
@@ -131,5 +131,5 @@ class AnswerChecks:
         if max(frontend.disturbed_at, worker.disturbed_at) >= start - AFTERMATH_S or world.outage_s > 4.0:
             return
         if checks.lost_at.get(world.subjects.members.name, 0.0) >= start - AFTERMATH_S:
-            return  # nobody was a member for a moment
+            return  # the fleet had no member for a moment
         checks.fail("I8", f"a stream from {worker.name} to {frontend.name} ended with {error}, and both were well")

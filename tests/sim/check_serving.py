@@ -110,7 +110,7 @@ class ServingChecks:
             self._delivered.setdefault((base.run, base.sequence), checks.now)
 
     def _may_miscompute(self, base: WeightVersion, start: float) -> bool:
-        """Could nobody know then what this version computes? The trainer gave no values, or was overruled by
+        """Could no process know then what this version computes? The trainer gave no values, or was overruled by
         `on_canary_failure: warn`, and at least half of the workers that scored it miscomputed; or its coordinator
         died, and each worker opened by itself, with nothing to be compared with."""
         told = self._checks.canaries.get((base.run, base.sequence), [])
@@ -130,7 +130,7 @@ class ServingChecks:
     def _check_age(
         self, frontend: str, base: WeightVersion, name: str | None, adapter: WeightVersion | None, start: float
     ) -> None:
-        """The versions that were reported as committed, and those that were served, before a request began at
+        """The versions that were reported as committed, and the versions that were served, before a request began at
         `start`."""
         checks = self._checks
         for at, told in checks.told:

@@ -1,4 +1,4 @@
-"""The invariants, checked at each step: whatever the world sees happen is told here first.
+"""The invariants, checked at each step: the world reports here first whatever happens.
 
 A check is strict where the design promises something, and silent where a fault of this run excuses it: what excuses is
 named at each check.
@@ -126,8 +126,8 @@ class Checks:
         return self.world.loop.now
 
     def recovering(self, since: float | None = None) -> bool:
-        """Is the committed state in doubt (or was it, at `since`): has the store lost a decision that somebody knows,
-        or was it written back less than a lease ago?"""
+        """Is the committed state in doubt (or was it, at `since`): has the store lost a decision that a process
+        knows, or was it written back less than a lease ago?"""
         lost = self.lost_at.get(self.world.subjects.state.name)
         if lost is None:
             return False
@@ -177,7 +177,7 @@ class Checks:
 
     @staticmethod
     def _must_go_back(record: DecisionRecord) -> bool:
-        """Does every worker fail it, by the trainer's values, and can the version before come back?"""
+        """Does every worker fail it, by the trainer's values, and can the version before be restored?"""
         canary = record.canary
         if record.fallback is None or record.on_canary_failure != "rollback" or canary is None:
             return False
@@ -190,7 +190,7 @@ class Checks:
 
     def _check_judged(self, decision: Decision) -> None:
         """A version that every worker fails is not opened where a coordinator could know that: the version before
-        comes back, whichever coordinator judges. What excuses: a lost store, released memory, and a worker that this
+        is restored, whichever coordinator judges. What excuses: a lost store, released memory, and a worker that this
         update was not staged on or that something was done to."""
         world = self.world
         if decision.key not in self.goes_back or self.lost_at or world.memory_at:
@@ -215,12 +215,12 @@ class Checks:
             self.fail("I1", f"{by} renews {now['fence']} over the lock {fence} of {holder['owner']}")
 
     def _check_order(self, before: Decision | None, decision: Decision) -> None:
-        """A decision is the next one after the record, and after all that anybody knows who could be asked."""
+        """A decision is the next one after the record, and after all decisions that a reachable process knows."""
         if before is None:
             if self.decided and not self.lost_at:
                 self.fail("I6", f"a second first record: {decision}")
         elif decision.run_number > before.run_number:
-            return  # somebody began a new run
+            return  # a caller began a new run
         elif decision.sequence <= before.sequence or (
             decision.run != before.run and not self._began_twice(before)
         ):
@@ -237,8 +237,8 @@ class Checks:
                 self.fail("I6", f"{decision} was decided though {process.name} knows {known}")
 
     def _check_lock(self, before: Decision | None, decision: Decision) -> None:
-        """A decision is written by the holder of the lock; or, if that has lost the lock meanwhile, before whoever has
-        taken it acts."""
+        """A decision is written by the holder of the lock; or, if that has lost the lock meanwhile, before the next
+        holder acts."""
         if decision.fence == 0 or self.lost_at:
             return  # the first of a run; a store that goes back lets an old holder find all as it was
         if before is not None and before.seal > decision.fence:

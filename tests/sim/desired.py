@@ -33,7 +33,7 @@ class Desired:
 
     @property
     def _unknown(self) -> bool:
-        """The store has lost what it was told."""
+        """The store has lost this write."""
         return self._world.subjects.state.name in self._world.checks.lost_at
 
     def paused(self) -> bool | None:

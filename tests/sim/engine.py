@@ -49,7 +49,7 @@ class SimEngine(FakeEngine):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         connected = any(bus.conn.is_connected for bus in self._process.buses)
-        if connected and not self._closed:  # else nobody hears of it, and its streams count as lost
+        if connected and not self._closed:  # else no caller hears of it, and its streams count as lost
             self._world.checks.serving.admitted(self._process, self, request.adapter)
         async for delta in super().generate(request):
             yield delta
@@ -98,8 +98,8 @@ class SimEngine(FakeEngine):
             raise EngineFailed("simulated: the swap failed")
         return await super().swap(staging, version, keep_kv=keep_kv)
 
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        vectors = await super().score(sequences, adapter)
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        vectors = await super().score(sequences)
         held, _ = product.in_engine(self, None)
         if held is not None:
             self._world.checks.scored(self._process, held.version)

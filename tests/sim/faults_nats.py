@@ -106,7 +106,7 @@ class NatsFaults:
     # ---- chosen messages ----
 
     def _contend(self) -> None:
-        """A write of the lock's holder is held back for as long as another call needs to take the lock; its connection
+        """A write of the lock's holder is delayed for as long as another call needs to take the lock; its connection
         may break just before."""
         self._world.say("the next holder of the lock is in for it")
         self._when_held(self._hold_back, HOLDER_TRIES)

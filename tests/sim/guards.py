@@ -137,7 +137,7 @@ GUARDS: dict[str, dict[str, Any]] = {
 }
 
 FIXES: dict[str, dict[str, Any]] = {
-    # What was once found wrong, and put right: docs/faults.md tells the story of each.
+    # What was once found wrong, and put right: docs/faults.md describes each.
     "serving-lease": {
         "worker.reconcile.worker_state.WorkerState.check_lease": _accepts,
         "rl_plane.protocol.serving_lease.ServingLease.holds": _yes,

@@ -36,7 +36,7 @@ class Holding:
         begun: Callable[[], None],
     ) -> None:
         """`skip`: so many writes of the key pass before. `after_s`: between the other call's acquire and the release.
-        `begun` is called when the first message is held."""
+        `begun` is called when the first message has stopped."""
         self._server = server
         self._bucket = bucket
         self._conn = conn

@@ -216,7 +216,7 @@ MUTANTS = [
         "rl_plane/protocol/record.py",
         "(one.seal, one.sequence, one.final) > (other.seal, other.sequence, other.final)",
         "(one.sequence, one.final) > (other.sequence, other.final)",
-        ATTACK + "what_is_told_of_a_decision_that_the_store_has_lost_stays_true[False-a coordinator that has not]",
+        ATTACK + "the_report_of_a_decision_that_the_store_has_lost_stays_true[False-a coordinator that has not]",
     ),
     Mutant(
         "newer: a decided one over an open one",
@@ -295,7 +295,7 @@ MUTANTS = [
         "rl_plane/bus/lock.py",
         "forget = bus.on_reconnect(note)",
         "forget = lambda: None",
-        LOCK + "a_holder_whose_connection_broke_and_came_back_keeps_the_lock",
+        LOCK + "a_holder_that_reconnects_keeps_the_lock",
     ),
     Mutant(
         "lock: does not name its new connection",
@@ -338,7 +338,7 @@ MUTANTS = [
         "rl_plane/commit/machine.py",
         "    except PlaneError:\n        yield from abort(state, update_id)\n        raise\n    return",
         "    except PlaneError:\n        raise\n    return",
-        MACHINE + "a_failed_prepare_aborts_on_all_and_tells_of_each",
+        MACHINE + "a_failed_prepare_aborts_on_all_workers_and_reports_each",
         short=True,
     ),
     Mutant(
@@ -411,7 +411,7 @@ MUTANTS = [
         "rl_plane/commit/machine.py",
         "[key for key in still_there(ready, acks.members) if key in shut]",
         "[key for key in ready if key in shut]",
-        MACHINE + "a_new_process_is_not_told_to_swap_what_it_has_not_staged",
+        MACHINE + "the_commit_skips_a_new_process_that_has_staged_nothing",
     ),
     Mutant(
         "update: the pinned fleet may change",
@@ -432,7 +432,7 @@ MUTANTS = [
         "rl_plane/commit/machine.py",
         "    if base.update_id == update_id:\n        return (yield from answer(state, base, body.policy))\n",
         "",
-        RECOVERY + "under_the_same_id_an_update_answers_with_the_outcome_of_the_one_that_was_decided",
+        RECOVERY + "a_repeated_update_returns_the_outcome_of_the_decided_update_with_its_id",
     ),
     Mutant(
         "update: nobody checks what it is to become",
@@ -502,14 +502,14 @@ MUTANTS = [
         "rl_plane/commit/canary_steps.py",
         "    if states and not serving:\n",
         "    if False:\n",
-        UPDATE_CANARY + "the_answer_names_how_many_workers_serve_the_version_that_came_back",
+        UPDATE_CANARY + "the_answer_counts_the_workers_that_serve_the_restored_version",
     ),
     Mutant(
         "retry: a choice whose worker fails its canary ends",
         "frontend/routing/retry.py",
         "    if isinstance(error, WrongNumerics) and standing.fresh:\n",
         "    if False:\n",
-        RETRY + "a_choice_whose_worker_fails_the_canary_continues_and_may_come_back_to_it",
+        RETRY + "a_choice_whose_worker_fails_the_canary_continues_and_may_return_to_it",
     ),
     Mutant(
         "history: a roll-back is written over by the next update",
@@ -618,7 +618,7 @@ MUTANTS = [
         "rl_plane/commit/rules.py",
         '    if not able or (blocking and policy.on_prepare_failure == "abort"):\n',
         "    if not able:\n",
-        MACHINE + "a_failed_prepare_aborts_on_all_and_tells_of_each",
+        MACHINE + "a_failed_prepare_aborts_on_all_workers_and_reports_each",
     ),
     Mutant(
         "rules: fewer than min_ready",
@@ -646,21 +646,21 @@ MUTANTS = [
         "rl_plane/commit/rules.py",
         '        and reply.body.get("sequence") == record.sequence\n',
         "",
-        MACHINE + "who_holds_another_version_does_not_serve_it",
+        MACHINE + "a_worker_with_another_version_does_not_count_as_serving",
     ),
     Mutant(
         "rules: other bytes serve it",
         "rl_plane/commit/rules.py",
         '        and version["digest"] == record.version.digest\n',
         "",
-        MACHINE + "who_holds_another_version_does_not_serve_it",
+        MACHINE + "a_worker_with_another_version_does_not_count_as_serving",
     ),
     Mutant(
         "rules: a dead engine serves it",
         "rl_plane/commit/rules.py",
         '        and reply.body.get("engine_alive")\n',
         "",
-        MACHINE + "who_holds_another_version_does_not_serve_it",
+        MACHINE + "a_worker_with_another_version_does_not_count_as_serving",
     ),
     Mutant(
         "rules: a worker that is behind serves it",
@@ -688,7 +688,7 @@ MUTANTS = [
         "rl_plane/commit/rules.py",
         "    if before is base.source and body.base != base.version.digest:\n",
         "    if False:\n",
-        MACHINE + "a_delta_of_another_version_than_the_committed_one_touches_nobody",
+        MACHINE + "a_delta_of_a_version_that_is_not_committed_changes_no_worker",
     ),
     Mutant(
         "rules: the store's record is the newest",
@@ -717,7 +717,7 @@ MUTANTS = [
         "rl_plane/commit/coordinator.py",
         "                await self._record.refence()\n",
         "                pass\n",
-        ATTACK + "a_decision_that_arrives_after_it_was_told_as_failed_is_refused",
+        ATTACK + "a_decision_that_arrives_after_it_was_reported_as_failed_is_refused",
     ),
     Mutant(
         "coordinator: a worker that joins meanwhile does not hear the decision",
@@ -969,7 +969,7 @@ MUTANTS = [
         "worker/reconcile/coordinator_watch.py",
         "            if given_up == self._core.given_up(waiting_for):\n",
         "            if True:\n",
-        ATTACK + "who_asks_for_an_update_again_does_not_lose_it_with_the_coordinator_before",
+        ATTACK + "a_repeated_update_survives_the_death_of_its_first_coordinator",
     ),
     # ---- worker/reconcile/numerics.py ----
     Mutant(
@@ -1120,7 +1120,7 @@ MUTANTS = [
         "worker/ops/dispatcher.py",
         "        if not await self._lock.is_live(fence):\n",
         "        if False:\n",
-        OPS + "a_fence_that_nobody_holds_changes_nothing",
+        OPS + "a_fence_without_a_holder_changes_nothing",
     ),
     Mutant(
         "follower: a turn of a former coordinator",
@@ -1220,7 +1220,7 @@ MUTANTS = [
     Mutant(
         "frontend: is listed before it listens",
         "frontend/routing/routing_lease.py",
-        "            await self._bus.flush()  # who is listed can be told\n",
+        "            await self._bus.flush()  # a listed frontend must receive what coordinators send\n",
         "            pass\n",
         None,
         second_line="The subscription and the write go over one connection, and one server takes them in their order.",

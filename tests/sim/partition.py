@@ -46,7 +46,7 @@ class Partition:
             self._held.append(send)
 
     def heal(self) -> None:
-        """Sends what was kept."""
+        """Sends the waiting messages."""
         held, self._held = self._held, []
         for send in held:
             send()

@@ -105,7 +105,7 @@ def opened_as(engine: FakeEngine, staging: str) -> tuple[Any, Any] | None:
 
 
 def watch_staging(worker: Worker, told: Callable[[str], None]) -> None:
-    """Tells of each update that a coordinator has had staged."""
+    """Reports each update that a coordinator has had staged."""
     updates: Any = worker.updates
     tell = updates.on_change
 
@@ -196,7 +196,7 @@ REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
 
 
 def watch_ops(worker: Worker, doing: Callable[[Request], None]) -> None:
-    """Tells of each changing op that the dispatcher has let in, just before it is carried out."""
+    """Reports each changing op that the dispatcher has let in, just before it is carried out."""
     dispatcher: Any = worker.dispatcher
     change, handlers = dispatcher._change, dispatcher.handlers
 

@@ -117,7 +117,7 @@ class Result:
 
 
 @contextmanager
-def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
+def simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
     """A loop and a chance that are the same each time: nothing of this machine gets in."""
     rng, names = random.Random(seed), random.Random(seed)
     state = random.getstate()
@@ -155,7 +155,7 @@ def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
 def run_seed(seed: int, cluster: bool = False, partitions: bool = False) -> Result:
     """`cluster`: with what only a cluster of servers does. `partitions`: in this run in any case."""
     models(), adapters(), deltas()  # written outside of the run, which they would change
-    with recorded() as reached, _simulated(seed) as (loop, rng):
+    with recorded() as reached, simulated(seed) as (loop, rng):
         return _run(seed, loop, rng, reached, Scenario.drawn(rng, cluster, drawn_apart(seed, partitions)))
 
 

@@ -81,7 +81,7 @@ class Sessions:
         world.sources.pushes[name] = "broken" if broken else "sent"
 
     async def _session(self, by: Coordinator) -> None:
-        """Prepare, then perhaps name it, then complete or abort by way of anybody, or neither."""
+        """Prepare, then perhaps name it, then complete or abort through any coordinator, or neither."""
         rng = self.world.rng
         name, body = self.body()
         listens = rng.random() < 0.5
@@ -100,7 +100,7 @@ class Sessions:
             await self._by_anybody(by, end, _id(reply), name)
 
     async def _in_parts(self, by: Coordinator) -> None:
-        """Part by part: each is a call, by way of anybody."""
+        """Part by part: each is a call, through any coordinator."""
         world, rng = self.world, self.world.rng
         name, body = self.body()
         body["transport"] |= {"backend": "gloo", "group": "g", "in_parts": True}

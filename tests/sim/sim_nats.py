@@ -73,7 +73,7 @@ class SimServer(SimStore):
         self.on_replaced: Callable[[str, KeyValueBucket, str, Key, bytes | None], None] = lambda *_: None
         """Called with the client that has overwritten the value of a key."""
         self.holding: Holding | None = None
-        """Messages to the server that are held back now."""
+        """Delayed messages to the server."""
         self.old_leader: OldLeader | None = None
         self.partition: Partition | None = None
         self._exact: dict[str, list[Subscription]] = {}

@@ -40,7 +40,7 @@ class Stream:
         return [key for key in self.keys if key.startswith(keys.removesuffix(">"))]
 
     def as_of(self, at: float) -> Stream:
-        """A copy as it was then: what an old leader, which has not heard of the writes since, still tells."""
+        """A copy as it was then: what an old leader, which has not heard of the writes since, still reports."""
         keys, last = dict(self.keys), self.last
         for when, last_before, key, before in reversed(self.log):
             if when < at:

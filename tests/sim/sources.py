@@ -65,7 +65,7 @@ class Sources:
 
 
 class SimFedDelivery(FilesystemDelivery, PartwiseDelivery):
-    """A trainer tells its tensors part by part."""
+    """A trainer announces its tensors part by part."""
 
     def __init__(self, inner: FilesystemDelivery) -> None:
         vars(self).update(vars(inner))

@@ -20,7 +20,7 @@ from rl_plane.protocol.subjects import LOCK, RECORD
 from tests.sim import product
 from tests.sim.calls import call
 from tests.sim.checks import CallRecord
-from tests.sim.run import _simulated, adapters, deltas, models
+from tests.sim.run import adapters, deltas, models, simulated
 from tests.sim.sessions import CANARY, PHASES
 from tests.sim.world import Coordinator, World
 from worker.receive.staging import model_digest
@@ -40,7 +40,7 @@ BOUND_S = 30.0
 def live(life: Callable[[World], Coroutine[Any, Any, None]], seed: int = 1, workers: int = 2) -> World:
     """A fleet lives through the attack, and must be whole at the end."""
     models(), adapters(), deltas()  # written outside of the run
-    with _simulated(seed) as (loop, rng):
+    with simulated(seed) as (loop, rng):
         world = World(loop, rng, models(), adapters(), deltas(), tensors=[])
         try:
             loop.run_until_complete(_life(world, life, workers))
@@ -168,7 +168,7 @@ def at_seal(by: Coordinator, locked: Callable[[], Coroutine[Any, Any, None]] | N
     "arrives", ["between the lock and the seal", "after the seal", "after what it has staged is dropped"]
 )
 def test_a_decision_that_arrives_after_another_has_taken_the_lock(arrives: str, pushed: bool) -> None:
-    """The coordinator's connection breaks and comes back, so that others take it for dead; its decision is late."""
+    """The coordinator's connection breaks and is made again, so that others take it for dead; its decision is late."""
 
     async def attack(world: World) -> None:
         one, two = trainer(world), world.frontends()[0]
@@ -244,7 +244,7 @@ def test_a_decision_that_arrives_after_the_workers_gave_up_is_refused(pushed: bo
     assert outcome(world, "next") == "ok"
 
 
-def test_a_decision_that_arrives_after_it_was_told_as_failed_is_refused() -> None:
+def test_a_decision_that_arrives_after_it_was_reported_as_failed_is_refused() -> None:
     """Its answer did not come in time, and the update has ended."""
 
     async def attack(world: World) -> None:
@@ -269,7 +269,7 @@ def test_a_decision_that_arrives_after_it_was_told_as_failed_is_refused() -> Non
     assert labels(live(attack)) == ["initial", "good"]
 
 
-def test_who_asks_for_an_update_again_does_not_lose_it_with_the_coordinator_before() -> None:
+def test_a_repeated_update_survives_the_death_of_its_first_coordinator() -> None:
     """A worker has just barred the dead coordinator, and is about to drop what that one has staged, when the next one
     asks it to prepare the same update."""
     asked: list[str] = []
@@ -325,7 +325,7 @@ def test_a_worker_that_looks_for_the_coordinator_before_does_not_bar_the_next_on
 
         with mock.patch("worker.reconcile.coordinator_watch.read_session", meanwhile):
             await late.on_its_way.wait()
-            await asyncio.sleep(0.1)  # the worker goes on, and looks again after half a second
+            await asyncio.sleep(0.1)  # the worker continues, and looks again after half a second
             late.arrives.set()
             await late.arrived.wait()
         await until(lambda: labels(world)[-1] == "late")
@@ -383,7 +383,7 @@ def test_a_decision_that_comes_while_a_worker_is_about_to_give_up_keeps_what_is_
 
 @pytest.mark.parametrize("first", ["workers", "a coordinator that has heard of it", "a coordinator that has not"])
 @pytest.mark.parametrize("pushed", [False, True])
-def test_what_is_told_of_a_decision_that_the_store_has_lost_stays_true(first: str, pushed: bool) -> None:
+def test_the_report_of_a_decision_that_the_store_has_lost_stays_true(first: str, pushed: bool) -> None:
     """The decision is written and the workers hear of it; then the server dies, and its store loses that write. The
     coordinator is connected again before the workers, or after them."""
 

@@ -84,8 +84,8 @@ class Trainers(Sessions):
         await self.ask(by, "update_weights", body, name)
 
     async def _deltas(self, by: Coordinator) -> None:
-        """One after another, each on top of what the trainer takes for the committed version: what it was just told,
-        or what it was told before."""
+        """One after another, each on top of what the trainer takes for the committed version: what it has just
+        learnt, or what it learnt before."""
         world, rng = self.world, self.world.rng
         for _ in range(rng.choice([1, 3])):
             reply = await call(world, by, "state", {})
@@ -177,7 +177,7 @@ class Trainers(Sessions):
         await call(world, by, "pause", {"mode": "abort", "lease_s": 600.0})
         await call(world, by, "release_memory", {"tags": rng.choice([["weights"], ["kv_cache", "weights"]])})
         await asyncio.sleep(rng.uniform(0.0, 2.0))
-        if rng.random() < 0.5:  # as trainers do that share the GPU: the KV cache comes back last
+        if rng.random() < 0.5:  # as trainers do that share the GPU: the KV cache is resumed last
             await call(world, by, "resume_memory", {"tags": ["weights"]})
             await self._update(by)
         await call(world, by, "resume_memory", {})

@@ -96,7 +96,7 @@ class World:
         """One call of a trainer by way of this coordinator."""
         self.served = self.committed = self.refused = 0
         self.migrated = 0
-        """Choices that went on at another worker."""
+        """Choices that another worker continued."""
 
     @property
     def good_models(self) -> list[Path]:
@@ -355,7 +355,7 @@ async def sim_connect(
 
 
 def watched_lock(init: Any) -> Any:
-    """`HeldLock.__init__`, which also tells under which fence a call works."""
+    """`HeldLock.__init__`, which also notes under which fence a call works."""
 
     def __init__(self: HeldLock, *args: Any, **more: Any) -> None:
         init(self, *args, **more)

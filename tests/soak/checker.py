@@ -119,7 +119,7 @@ class Checker:
 
     def settle(self, committed: Mapping[tuple[str | None, Version], Weights], final: bool = False) -> list[Fault]:
         """Returns the faults of everything delivered so far. `committed`: (adapter, version) → its weights.
-        Unexplained deliveries wait unless `final`, because the history tells of an update after its first tokens."""
+        Unexplained deliveries wait unless `final`, because the history shows an update after its first tokens."""
         faults = []
         for version in list(self._seen):
             seen = self._seen.pop(version)

@@ -85,7 +85,7 @@ class SoakFleet(KeptFleet):
         super().__init__(tmp, "tests.soak.probe", {COUNTS_DIR: str(tmp / "counts")}, "soak", with_nats=False)
         self.outages: list[Outage] = []
         self.committed: dict[tuple[str | None, Version], Weights] = {}
-        """(adapter, version) → its weights, as the history tells it."""
+        """(adapter, version) → its weights, as the history shows it."""
         self.engines = engines
         self.worker_ids = [secrets.token_hex(8) for _ in engines]
         self.frontends = [f"frontend-{number}" for number in range(FRONTENDS)]
@@ -122,7 +122,7 @@ class SoakFleet(KeptFleet):
     def kill(self, name: str) -> None:
         self.note(f"the soak kills {name}")
         self.outages.append(Outage(name, time.monotonic()))
-        with suppress(ProcessLookupError):  # it has not come back from its last death
+        with suppress(ProcessLookupError):  # it has not started again after its last death
             os.kill(self.pid(name), signal.SIGKILL)
 
     def is_down(self, name: str) -> bool:

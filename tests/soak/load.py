@@ -219,7 +219,7 @@ class Clients:
             number += 1
             try:
                 good = await self.one(ask)
-            except Exception as error:  # an answer that can't be read is a fault, and the others go on
+            except Exception as error:  # an answer that can't be read is a fault, and the others continue
                 self.faults.append(
                     Fault("wrong", ask.name, "", "", f"unreadable: {type(error).__name__}: {error}")
                 )
@@ -329,7 +329,7 @@ class Clients:
             one_version="one_version" in DEMANDS[ask.demands],
             # An adapter that is unloaded takes its sequence with it.
             max_lag=DEMANDS[ask.demands].get("max_lag") if self._adapters.get(ask.adapter or "", True) else None,
-            # The choices of a whole reply leave together; one that was cut says so itself.
+            # The choices of a whole reply leave together; a cut choice says so itself.
             committed=0 if ask.streamed or told.error is not None or index in told.cut else told.newest,
         )
 

@@ -1,4 +1,4 @@
-"""The weights that the soak serves: witness checkpoints and adapters, whose tokens tell them apart."""
+"""The weights that the soak serves: witness checkpoints and adapters, which differ in the tokens that they make."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ TASKS_GROWTH = 12
 THREADS_GROWTH = 24
 """The most threads that one process may gain: the default pool grows to some 32 threads, and stays."""
 MAX_FAULTS = 12
-"""The number of faults that are printed. The first ones tell most."""
+"""The number of faults that are printed. The first faults say most."""
 
 
 @dataclass(slots=True)

@@ -183,7 +183,7 @@ def test_what_the_history_does_not_explain_yet_waits() -> None:
     assert {fault.kind for fault in one.settle({}, final=True)} == {"mislabelled", "wrong"}
 
 
-def test_an_errors_tokens_are_those_that_came() -> None:
+def test_an_error_has_exactly_the_tokens_that_came() -> None:
     assert check_partial(CUT, CUT.tokens) == []
     assert [fault.kind for fault in check_partial(CUT, GOOD.tokens)] == ["lost"]
     assert [fault.kind for fault in check_partial(CUT, CUT.tokens[:-1])] == ["duplicated"]

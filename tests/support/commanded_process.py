@@ -1,4 +1,4 @@
-"""A process that a test starts and tells line by line what to do.
+"""A process that a test starts and commands line by line.
 
 Each line is JSON, `[what, argument]`; each answer is one line, `{"ok": …}` or `{"error": …}`.
 """

@@ -37,7 +37,7 @@ class Scene:
     http: httpx.AsyncClient
     witnesses: Witnesses
     stays: list[str] = field(default_factory=list)
-    """The workers whose tokens tell."""
+    """The workers whose tokens show the served weights."""
     serves: int = 1
     """The seed of the witness that is committed."""
 

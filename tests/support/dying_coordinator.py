@@ -11,7 +11,7 @@ from rl_plane.errors import (
 )
 
 
-class _Dies(BaseException):
+class CoordinatorDies(BaseException):
     """Ends a coordinator like a SIGKILL: it runs none of its cleanup."""
 
 
@@ -30,5 +30,5 @@ def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException, after: 
     patch.setattr(Coordinator, "carry_out", carry_out)
 
 
-ENDS = [pytest.param(_Dies(), id="dies"), pytest.param(Unavailable("NATS is down"), id="503")]
+ENDS = [pytest.param(CoordinatorDies(), id="dies"), pytest.param(Unavailable("NATS is down"), id="503")]
 """The ways in which a coordinator may end after its decision, before it announces the outcome."""

@@ -20,6 +20,7 @@ from worker.engines.sglang import adapter as sglang
 from worker.engines.sglang.streams import SglangStream
 from worker.engines.vllm import adapter as vllm
 from worker.engines.vllm import processes as vllm_process
+from worker.engines.vllm.here import Here
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def _modes_of_vllm(options: EngineOptions) -> tuple[bool, bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(current_platform), "is_cpu", lambda _: False)  # the modes are for GPUs
         given = vllm.VllmEngine(options).process.arguments
-    with vllm_process.environment(Path(), None, options.deterministic, False):
+    with vllm_process.environment(Here(0, "", "", 0), None, options.deterministic, False):
         return os.environ.get("VLLM_BATCH_INVARIANT") == "1", given.get("enable_sleep_mode", False)
 
 

@@ -168,7 +168,7 @@ async def generate(
 
 
 def hold_back(bus: Bus) -> tuple[asyncio.Event, asyncio.Event]:
-    """A decision stands still on its way: (is it on its way?, let it go)."""
+    """A decision stands still on its way: (is it on its way?, release it)."""
     real, on_its_way, go_on = bus.put, asyncio.Event(), asyncio.Event()
 
     async def put(bucket: KeyValueBucket, key: str, value: bytes, **conditions: Any) -> int:

@@ -57,14 +57,14 @@ async def generated(
     return tokens
 
 
-async def _locked(client: WorkerCalls) -> bool:
+async def is_locked(client: WorkerCalls) -> bool:
     entry = await client.bus.get(client.subjects().state, "lock")
     return entry is not None and entry.value is not None
 
 
 async def while_preparing(plane: Plane, fleet: Fleet, body: dict[str, Any]) -> asyncio.Task[dict[str, Any]]:
     task = asyncio.create_task(fleet.run("update_weights", body))
-    await plane.until(lambda: _locked(fleet.client))
+    await plane.until(lambda: is_locked(fleet.client))
     view = await fleet.client.view()
     members = len(view.snapshot())
 

@@ -38,6 +38,6 @@ class Pushing:
         return {**reply, "update_id": prepared["update_id"]}
 
 
-async def _send_all(trainer: Trainer) -> None:
+async def send_all(trainer: Trainer) -> None:
     await trainer.do("send")
     await trainer.do("finish")

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: rank 0 of a group, told line by line what to do. For tests of groups."""
+"""A trainer in a process of its own: rank 0 of a group, commanded line by line. For tests of groups."""
 
 from __future__ import annotations
 

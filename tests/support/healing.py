@@ -28,7 +28,7 @@ async def until_open(
 
 
 async def until_behind(plane: Plane, client: WorkerCalls, instance_id: str) -> str:
-    """Why the worker is not at the committed version, as its state tells."""
+    """Why the worker is not at the committed version, as its state says."""
 
     async def reason_for_closing() -> str:
         admission = (await state_of(client, instance_id))["admission"]

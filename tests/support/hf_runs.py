@@ -157,15 +157,15 @@ def checkpoint(path: Path, dtype: Any = None) -> Iterator[tuple[str, HostTensor]
 NAMES_OF_STAGINGS = (f"staging-{number}" for number in itertools.count())
 
 
-def hold(engine: HfEngine, tensors: TensorStream, cast: bool = False) -> str:
+def hold(engine: HfEngine, tensors: TensorStream) -> str:
     """Puts tensors into staging without a transport."""
     name = next(NAMES_OF_STAGINGS)
-    engine.receiver._staged[name] = engine.holder.stage(tensors, cast, lambda: False)
+    engine.receiver._staged[name] = engine.holder.stage(tensors, lambda: False)
     return name
 
 
-async def stage(engine: HfEngine, path: Path, dtype: Any = None, cast: bool = False) -> str:
-    return await asyncio.to_thread(hold, engine, checkpoint(path, dtype), cast)
+async def stage(engine: HfEngine, path: Path, dtype: Any = None) -> str:
+    return await asyncio.to_thread(hold, engine, checkpoint(path, dtype))
 
 
 def witnessed(seed: int, token: int, count: int) -> list[int]:

@@ -57,14 +57,14 @@ class StandInRank:
         }
 
     def _stage(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
-        tensors = staged_weights(self._directory, body["staging"]).tensors
+        tensors = staged_weights(self._directory, body["staging"])[0].tensors
         self.staged[body["staging"]] = {name: bytes(tensor.data) for name, tensor in tensors.items()}
 
     def _take(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
         self.loaded = self.staged.pop(body["staging"])
 
     def _stage_adapter(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
-        tensors = staged_weights(self._directory, body["staging"]).tensors
+        tensors = staged_weights(self._directory, body["staging"])[0].tensors
         self.adapters[body["staging"]] = {name: bytes(tensor.data) for name, tensor in tensors.items()}
 
     def _overwrite(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:

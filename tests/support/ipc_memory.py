@@ -48,7 +48,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def descriptors(pid: int | str = "self") -> list[str]:
-    """The open descriptors of a process, without transient files and those that tracebacks of expected errors hold."""
+    """The open descriptors of a process, without transient files and descriptors in tracebacks of expected errors."""
     if pid == "self":
         gc.collect()
     found = []

@@ -2,7 +2,7 @@
 tests.support.ipc_trainer`.
 
 It reads a JSON object a line for each publication, and says one a line: `{"transport": …}`, then `{"at": bucket}` where
-it is told to hold, and `{"ended": …}`. It goes on from where it holds when it reads an empty line.
+the request says that it stops, and `{"ended": …}`. It continues from there when it reads an empty line.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def publish(
     layout: Layout = "packed",
     **bounds: Any,
 ) -> None:
-    """`holds`: before these buckets are packed; their number: before the digests are told; one more: when all have
-    everything. `child`: fork one there, which goes on living. `corrupt`: state other digests than those of what is
+    """`holds`: before these buckets are packed; their number: before it states the digests; one more: when all have
+    everything. `child`: fork one there, which lives on. `corrupt`: state other digests than those of what is
     sent."""
     checkpoint = open_checkpoint(Path(directory), field="directory", kind=kind)  # type: ignore[arg-type]
     config = checkpoint.config.raw if checkpoint.config is not None else None

@@ -89,7 +89,7 @@ class KeptFleet:
         return python(self._module, what, *bus, *flags)
 
     async def ready(self) -> None:
-        """Waits until every process is ready. The error Slow names those that are not."""
+        """Waits until every process is ready. The error Slow names the processes that are not."""
         try:
             async with asyncio.timeout(START_S):
                 for kept in self._supervisor.processes.values():

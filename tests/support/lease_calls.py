@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from frontend.components.served_component import ServedComponent
 from frontend.main import Frontend
+from frontend.served_component import ServedComponent
 from frontend.server.options import FrontendOptions
 from rl_plane.bus.state_store import read_frontends
 from rl_plane.client import RlClient

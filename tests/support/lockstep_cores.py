@@ -74,7 +74,7 @@ class LockstepCore:
         self.core.input_queue.put((EngineCoreRequestType.UTILITY, (0, 0, method, arguments)))
 
     def start_wave(self, wave: int, excluded: int) -> None:
-        """Tells it, as vLLM's coordinator does, that a request has come to the scheduler `excluded`."""
+        """Reports, as vLLM's coordinator does, that a request has come to the scheduler `excluded`."""
         from vllm.v1.engine import EngineCoreRequestType
 
         self.core.input_queue.put((EngineCoreRequestType.START_DP_WAVE, (wave, excluded)))

@@ -114,7 +114,7 @@ async def proven(
     digest: str | None = None,
 ) -> None:
     """Each engine generates the tokens that are likeliest by the reference for this version, up to ties, with their
-    logprobs, and names the version. `adapter`: over a `tiny` base, or the bound can't tell it.
+    logprobs, and names the version. `adapter`: over a `tiny` base, or the bound can't show it.
     `digest`: of an adapter that came otherwise than by these files, whose config is part of it to the byte."""
     name, path = adapter if adapter is not None else (None, None)
     made_by = (name, digest or adapter_digest(path)) if path is not None else None
@@ -134,7 +134,7 @@ async def proven(
         assert (len(tokens), gap <= LOGPROB) == (TOKENS, True), (engine, gap)
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=LOGPROB), engine
         if path is not None:
-            assert logprobs_of(base, PROMPT, tokens)[1] > 10 * LOGPROB, "the bound tells the adapter"
+            assert logprobs_of(base, PROMPT, tokens)[1] > 10 * LOGPROB, "the bound shows the adapter"
         (span,) = choice["weight_versions"]
         assert (span["version"], span["start"], span["end"]) == (label, 0, TOKENS), engine
         found = span.get("adapter")

@@ -157,7 +157,7 @@ async def proven(
         if path is not None:
             plain = float32_logprobs(base, PROMPT + choice["token_ids"])[-TOKENS:]
             off = max(abs(one - other) for one, other in zip(expected[-TOKENS:], plain, strict=True))
-            assert off > 10 * MOE_TOLERANCE, "the tolerance tells the adapter"
+            assert off > 10 * MOE_TOLERANCE, "the tolerance shows the adapter"
 
 
 def canary_of(base: Path) -> dict[str, Any]:

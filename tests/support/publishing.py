@@ -84,7 +84,7 @@ class Broken(DirectorySource):
 
 
 class Held:
-    """A source that stops in the middle until it is let go."""
+    """A source that stops in the middle until the test releases it."""
 
     collective = False
     adapter = False

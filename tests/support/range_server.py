@@ -193,8 +193,8 @@ class ServerProcess:
         self._out = out
 
     def wait_held(self) -> None:
-        """Waits until an answer is held in the middle."""
-        assert select.select([self._out], [], [], START_S)[0], "no answer was held"
+        """Waits until an answer has stopped in the middle."""
+        assert select.select([self._out], [], [], START_S)[0], "no answer has stopped"
         assert self._out.readline() == "held\n"
 
     def kill(self) -> None:

@@ -39,7 +39,7 @@ class Walked:
 
 
 def subjects(own: KnownKey, others_inbox: str) -> list[Walked]:
-    """Every kind of subject that the plane uses, and some that nobody may. `own`: the key of one worker."""
+    """Every kind of subject that the plane uses, and some that no role may use. `own`: the key of one worker."""
     assert own.instance_id is not None
     members, state, mine = FLEET.members, FLEET.state, own.instance_id
     js, stored = "$JS.API", FLEET.object("0" * 20)
@@ -133,7 +133,7 @@ async def may(url: str, folder: KeyFolder, key: KnownKey, walked: list[Walked]) 
     try:
         for each in walked:
             can = ""
-            if each.subject != ">":  # nobody publishes to a pattern
+            if each.subject != ">":  # no process publishes to a pattern
                 await bus.nc.publish(each.subject, b"{}")
                 await bus.flush()
                 can += "" if each.subject.lower() in denied else "p"

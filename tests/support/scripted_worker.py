@@ -1,5 +1,5 @@
 """A worker that does what a test says, over a real NATS: it is listed, answers `ping` and `state`, and takes requests
-with the sequence that it is told to hold. For what a frontend must do when a worker lies, lags or is between states.
+with the sequence that the test sets. For what a frontend must do when a worker lies, lags or is between states.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank of a trainer whose weights are sharded: takes them by a source, and tells whether they are the whole ones.
+"""A rank of a trainer whose weights are sharded: takes them by a source, and reports whether they are whole.
 
 Run by torchrun: `tests/support/sharded_sources.py KIND…`. Rank 0 prints a JSON line for each.
 """
@@ -213,6 +213,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for each in sys.argv[1:]:
         tell(each)
-    # Everything is told. FSDP1's and DeepSpeed's threads may abort a process that ends in an orderly way.
+    # Everything is reported. FSDP1's and DeepSpeed's threads may abort a process that ends in an orderly way.
     sys.stdout.flush()
     os._exit(0)

@@ -111,7 +111,7 @@ class SharedMemory:
         return tensor
 
     def reduce_tensor(self, tensor: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Shares a tensor, as torch's function of this name does. One that is not on a GPU is copied there first."""
+        """Shares a tensor, as torch's function of this name does. A tensor outside a GPU is copied there first."""
         import torch
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 

@@ -77,11 +77,11 @@ class Engine:
     def tied_tensors(self) -> Mapping[str, str]:
         return self.tied
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
+    def stage(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> Staged:
         self.take(tensors)
         return FakeWeights({})
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> None:
         self.begun = True
         self.take(tensors)
 
@@ -90,10 +90,10 @@ class Engine:
         return self.wanted
 
     def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
+        self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Callable[[], bool]
     ) -> Staged:
         assert config == json.loads(CONFIG)
-        return self.stage(tensors, cast, cancelled)
+        return self.stage(tensors, cancelled)
 
 
 def two() -> Memory:

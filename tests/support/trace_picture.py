@@ -10,7 +10,7 @@ from tests.support.otlp_receiver import Received
 WIDTH, NAMES, ROW, HEAD = 980, 330, 19, 46
 """Pixels: the picture, its column of names, a row, and the head with the legend."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-"""Colours that a colour-blind reader can tell apart, for the processes in their order."""
+"""Colours that a colour-blind reader can distinguish, for the processes in their order."""
 TICKS = 5
 
 

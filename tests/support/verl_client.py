@@ -1,5 +1,4 @@
-"""verl's own client of SGLang, from its public package and unchanged, in a process that is told what to bring to a
-fleet. For tests.
+"""verl's own client of SGLang, from its public package and unchanged, in a process that a test commands. For tests.
 
 Its module alone is loaded: the package around it needs ray and a GPU's libraries. It is installed beside the
 environment's own packages, since its wheel has a package `tests`, too.

@@ -1,4 +1,4 @@
-"""Helpers of `tests/unit/protocol/test_wire.py` and of other tests."""
+"""Helpers of `tests/unit/sdk/test_public_names.py` and of other tests."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_outside_the_roots(transport: FilesystemTransport, root: Path, tmp_path:
         assert str(root) in error.facts["fix"]
 
 
-def test_the_answer_does_not_tell_what_exists_outside(transport: FilesystemTransport, tmp_path: Path) -> None:
+def test_the_answer_does_not_reveal_what_exists_outside(transport: FilesystemTransport, tmp_path: Path) -> None:
     there = single(tmp_path / "secret")
     told = refusal(transport, there).message.replace("secret", "X")
     assert refusal(transport, tmp_path / "absent").message.replace("absent", "X") == told
@@ -316,7 +316,7 @@ def test_pickles_are_never_loaded(transport: FilesystemTransport, root: Path) ->
     for name in ("pytorch_model.bin", "x.pt"):
         (directory / name).touch()
         assert "never loaded" in refusal(transport, directory / name).facts["fix"]
-    single(directory)  # beside safetensors they disturb nobody
+    single(directory)  # beside safetensors they disturb no reader
     assert read(transport.open(request(directory), "base")) == {"a": A, "b": B}
 
 
@@ -508,7 +508,7 @@ def test_json_keys_twice_are_found_at_any_depth() -> None:
 # files that change
 
 
-def test_a_file_written_to_while_it_is_held(transport: FilesystemTransport, root: Path) -> None:
+def test_a_file_that_changes_while_it_is_open_is_refused(transport: FilesystemTransport, root: Path) -> None:
     for change in (b"X", None):
         directory = single(root / "c")
         delivery = transport.open(request(directory), "base")

@@ -16,7 +16,7 @@ from rl_plane.transports.group.peer_liveness import PeerLiveness
 from rl_plane.transports.group.rank_layout import Place
 from tests.support import deaths
 from tests.support.fleet_updates import states
-from tests.support.group_pushes import Pushing, _send_all
+from tests.support.group_pushes import Pushing, send_all
 from tests.support.group_trainer import Trainer
 from tests.support.hf_fleet import HEAL_S, proven
 
@@ -73,7 +73,7 @@ class Scene(deaths.Scene):
 
 
 @pytest.mark.parametrize("why", ["it is full", ""])
-def test_a_lifeline_tells_who_has_died_or_why_it_gave_up(why: str) -> None:
+def test_a_lifeline_names_the_dead_peer_or_the_reason_of_its_end(why: str) -> None:
     trainer = PeerLiveness.of_trainer("127.0.0.1")
     place = Place("gloo", "g", "127.0.0.1", 1, world_size=3, rank=1)
     place = replace(place, lifeline_port=trainer.port, secret=trainer.secret)
@@ -132,7 +132,7 @@ async def _dies(scene: Scene, trainer: Trainer, point: str, victim: Spawned) -> 
     prepared = "prepare" in POINTS[point]
     if prepared and point != "all received":
         with pytest.raises(Unavailable, match="broke"):
-            await _send_all(trainer)
+            await send_all(trainer)
         await trainer.do("close")
     if prepared:
         with pytest.raises(UpdateAborted):

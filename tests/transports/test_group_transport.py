@@ -44,7 +44,7 @@ from tests.support.faults import Stream
 from tests.support.fleet_updates import all_serve, states
 from tests.support.frontend_here import started
 from tests.support.frontend_process import frontend
-from tests.support.group_pushes import BUCKET, Pushing, _send_all
+from tests.support.group_pushes import BUCKET, Pushing, send_all
 from tests.support.group_trainer import Trainer
 from tests.support.hf_fleet import ENDLESS, PROMPT, Witnesses, chain, proven
 from tests.support.plain_client import plain_client
@@ -161,7 +161,7 @@ async def test_a_mixed_world_and_a_joiner(plane: Plane) -> None:
             await client.run("prepare_weights_update", {"transport": transport})
         assert refused.value.facts["field"] == "transport.group"
         await trainer.do("close")
-        await pushing.push(model, "three")  # the late one lacked `two`, which nobody can fetch again
+        await pushing.push(model, "three")  # the late worker lacked `two`, which no worker can fetch again
         assert await all_serve(client, "three")
         assert {*ids, late.instance_id} == {*(await states(client))}
 
@@ -203,7 +203,7 @@ async def test_by_http_and_op_by_op(plane: Plane) -> None:
             assert (prepared["status"], prepared["ready"], prepared["digest"]) == ("ok", True, None)
             (entry, *_) = (await client.run("updates"))["updates"]
             assert entry["outcome"] == "prepared"
-            await _send_all(trainer)
+            await send_all(trainer)
             done = (await rl.post("complete_weights_update", json={"num_buckets": 5})).json()
             assert (done["status"], done["num_buckets_received"]) == ("ok", 5)
         assert await all_serve(client, "two")
@@ -214,7 +214,7 @@ async def test_by_http_and_op_by_op(plane: Plane) -> None:
             for one in ids:
                 row = await client.call(one, "listen_update", asked, held=held)
                 assert row.body == {"listening": True}
-            await _send_all(trainer)
+            await send_all(trainer)
             rows = [await client.call(one, "prepare_update", asked, held=held) for one in ids]
             assert [(row.body["tensors"], row.body["refetchable"]) for row in rows] == [(5, False)] * 2
             await client.call_all("abort_update", {"update_id": "u"}, held=held)
@@ -274,7 +274,7 @@ def test_nccl_is_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nccl" not in load_transports(TransportContext())
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     there = load_transports(TransportContext(), "cuda:1")["nccl"]
-    with pytest.raises(InvalidRequest, match="does not answer"):  # nobody listens
+    with pytest.raises(InvalidRequest, match="does not answer"):  # no process listens
         there.init(
             {"group": "g", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "rank_offset": 1}
         )
@@ -357,7 +357,7 @@ async def test_a_worker_hangs(plane: Plane) -> None:
         await trainer.do("send", 1)
         frozen.stop()
         with pytest.raises(PlaneError, match=r"too long|did not come|broke"):
-            await _send_all(trainer)
+            await send_all(trainer)
         await trainer.do("close")
         with pytest.raises(PlaneError):
             await client.run("complete_weights_update")
@@ -386,7 +386,7 @@ async def test_a_trainer_hangs(plane: Plane) -> None:
         await _is_as_before(client, ids, "initial")
         os.kill(trainer.process.pid, signal.SIGCONT)
         with pytest.raises(PlaneError):
-            await _send_all(trainer)
+            await send_all(trainer)
         await trainer.do("close")
         await pushing.push(other, "two")
     assert await all_serve(client, "two")
@@ -413,7 +413,7 @@ async def test_an_abort_ends_it_on_every_side(plane: Plane) -> None:
         await trainer.do("send", 1)
         await client.run("abort_weights_update", {"update_id": prepared["update_id"]})
         with pytest.raises(Unavailable, match=r"gave up|did not take the whole update"):
-            await _send_all(trainer)
+            await send_all(trainer)
         await trainer.do("close")
         await _is_as_before(client, ids, "initial")
         await pushing.push(other, "two")
@@ -476,7 +476,8 @@ receiver.Place.of_worker = refusing()
 
 
 async def test_a_worker_that_refuses_a_group_lets_no_other_wait(plane: Plane) -> None:
-    """The refusal is told at once. The others have not come to the trainer's own store, so it can still be joined."""
+    """The refusal is reported at once. The other workers have not come to the trainer's own store, so they can still
+    join it."""
     client = await plane.client()
     model, other = models(plane)
     refusal = plane.tmp / "refuses"
@@ -560,7 +561,7 @@ async def test_what_is_refused(plane: Plane) -> None:
         fingerprint = await trainer.do("form")
         stored = await trainer.do("open", [str(other), BUCKET])
         transport = await trainer.do("open inline", [str(other), BUCKET])
-        # The group: counted before anybody joins, and joined only where a trainer listens.
+        # The group: counted before any rank joins, and joined only if a trainer listens.
         announced = {"backend": "gloo", "group": "g", "master_address": "127.0.0.1", "master_port": 1}
         await refused("init_transport", {**announced, "world_size": 7}, "world_size")
         await refused("init_transport", {**announced, "rank_offset": 1}, "rank_offset")
@@ -600,7 +601,7 @@ async def test_what_is_refused(plane: Plane) -> None:
         await refused("prepare_weights_update", {"transport": transport}, None, Locked)
         await refused("complete_weights_update", {"num_buckets": 1}, "num_buckets")
         await refused("complete_weights_update", {"digest": "blake3:0"}, "digest")
-        await _send_all(trainer)
+        await send_all(trainer)
         with pytest.raises(UpdateAborted, match="the caller stated"):
             await client.run("complete_weights_update", {"digest": "blake3:" + "0" * 64, **_id(prepared)})
         await _is_as_before(client, ids, "initial")
@@ -626,7 +627,7 @@ async def test_other_bytes_than_were_stated_are_found(plane: Plane) -> None:
         transport["manifest"]["tensor_digests"] = {**digests, first: "0" * 32}
         await client.run("prepare_weights_update", {"transport": transport, "fingerprint": fingerprint})
         with pytest.raises(Unavailable, match="did not take the whole update"):
-            await _send_all(trainer)
+            await send_all(trainer)
         await trainer.do("close")
         with pytest.raises(InvalidWeights, match="its publisher stated"):
             await client.run("complete_weights_update")

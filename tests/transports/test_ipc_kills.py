@@ -1,5 +1,5 @@
 """SIGKILL of trainer or worker, and SIGSTOP of a worker, at points of an `ipc` update, on real processes of one fleet:
-every side ends, no memory is left, those who stay serve right weights, and the next publication reaches all.
+every side ends, no memory is left, the surviving workers serve right weights, and the next publication reaches all.
 
 One case: `-k kill-worker-middle`.
 """
@@ -44,7 +44,7 @@ POLICY = {"on_prepare_failure": "exclude", "prepare_timeout_s": 6.0}
 
 Point = Literal["open", "first", "middle", "last", "taken", "prepared"]
 HOLDS: dict[Point, tuple[int, ...]] = {
-    "open": (),  # nobody has come yet
+    "open": (),  # no receiver has come yet
     "first": (2,),  # the buckets that there are buffers for are sent, the first is taken
     "middle": (MIDDLE,),
     "last": (BUCKETS,),  # all buckets are sent, the digests are not
@@ -158,7 +158,9 @@ async def bench(make_plane: Callable[[], Plane]) -> AsyncIterator[Bench]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-async def test_who_is_lost_in_the_middle(case: Case, bench: Bench) -> None:
+async def test_the_fleet_serves_on_after_a_process_died_in_the_middle_of_an_update(
+    case: Case, bench: Bench
+) -> None:
     client = bench.client
     trainer, model = bench.publish(case)
     child = None
@@ -183,7 +185,7 @@ async def test_who_is_lost_in_the_middle(case: Case, bench: Bench) -> None:
                 if case.point != "open":
                     trainer.go_on()
                 lost = [bench.workers[-1].instance_id]
-                # One that is known to be dead before the update begins is no member of it.
+                # A worker that is known to be dead before the update begins is no member of it.
                 assert (await update)["excluded"] in ([lost] if case.point != "open" else [[], lost])
                 assert (await trainer.says("ended"))["ended"] is None
                 bench.serving = model

@@ -42,7 +42,7 @@ START_S = 150.0
 
 
 class Model(torch.nn.Module):  # type: ignore[misc]
-    """Modules of two tensors, a bucket of one that has none, and a tensor that is part of a larger memory."""
+    """Modules of two tensors, a bucket of a module that has none, and a tensor that is part of a larger memory."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -158,7 +158,7 @@ def test_without_digests_none_is_stated(pool: ThreadPoolExecutor) -> None:
         ({"socket": 5}, "transport.socket"),
         ({"socket": "/run/docker.sock"}, "transport.socket"),
         ({"socket": "rl-plane-ipc-" + "0" * 32 + "\n"}, "transport.socket"),
-        ({"socket": "rl-plane-ipc-" + "0" * 32, "secret": "0" * 32}, "transport.socket"),  # nobody listens
+        ({"socket": "rl-plane-ipc-" + "0" * 32, "secret": "0" * 32}, "transport.socket"),  # no process listens
         ({"socket": "rl-plane-ipc-" + "0" * 32}, "transport.secret"),
         ({"socket": "rl-plane-ipc-" + "0" * 32, "secret": "x"}, "transport.secret"),
         ({"socket": "rl-plane-ipc-" + "0" * 32, "path": "/"}, "transport.path"),
@@ -424,7 +424,7 @@ def test_no_receiver_comes() -> None:
         publish(sender, tensors())
 
 
-def test_who_does_not_come_is_not_waited_for_and_comes_too_late(pool: ThreadPoolExecutor) -> None:
+def test_the_sender_does_not_wait_for_a_missing_receiver_and_refuses_it_later(pool: ThreadPoolExecutor) -> None:
     with sender_of(2, other_receivers_s=0.1) as (sender, transport):
         arriving = pool.submit(receive, transport)
         named = iter(fill(MANIFEST, tensors().items(), sender.buffer))

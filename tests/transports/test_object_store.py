@@ -28,7 +28,7 @@ from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import TransportContext
 from rl_plane.transports.object_store.bulk_socket import NatsSocket
 from rl_plane.transports.object_store.receiver import ObjectStoreTransport
-from rl_plane.transports.object_store.sender import ObjectStoreSender, _named
+from rl_plane.transports.object_store.sender import ObjectStoreSender
 from rl_plane.transports.object_store.wire import NoSuchObject, ask
 from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.transports.packing import fill
@@ -38,6 +38,7 @@ from tests.conftest import stop_process
 from tests.support.fleet_updates import all_serve, states
 from tests.support.healing import until_behind
 from tests.support.object_publishers import MakePublisher, publisher
+from tests.support.scripted_worker import decide
 from worker.engines.fake.adapter import make_fake_adapter
 from worker.receive.staging import adapter_digest, model_digest
 
@@ -167,7 +168,7 @@ async def test_the_newest_and_the_committed_stay(plane: Plane, publisher: MakePu
     others = [(await trainer.publish(plane.model(2)))["object"] for _ in range(3)]
     assert stored(plane).keys() == {base["object"], lora["object"], *others[1:]}
     for info in stored(plane).values():
-        assert info["config"]["sealed"], "nobody changes what is whole"
+        assert info["config"]["sealed"], "no process changes a whole object"
         assert not info["config"]["max_age"]
     another = publisher(plane, keep=0, publisher="another", abandoned_s=0)
     half = await trainer.step("open", "base", str(plane.model(2)))
@@ -177,13 +178,16 @@ async def test_the_newest_and_the_committed_stay(plane: Plane, publisher: MakePu
     assert half["object"] in before
 
 
-def test_what_a_committed_delta_changes_stays_too() -> None:
-    full = VersionSource({"backend": "object_store", "object": "full"})
-    changes = [
-        VersionSource({"backend": "object_store", "object": name}, encoding="delta", base="d") for name in "ab"
-    ]
-    source = replace(changes[1], before=replace(changes[0], before=full))
-    assert _named(replace(first_record("d"), source=source)) == {"full", "a", "b"}
+async def test_what_a_committed_delta_changes_stays_too(plane: Plane, publisher: MakePublisher) -> None:
+    trainer, client = publisher(plane, keep=0), await plane.client()
+    full, one, two, unnamed = [await trainer.publish(plane.model(1)) for _ in range(4)]
+    assert unnamed["object"] in stored(plane), "without a record it is unknown which versions are needed"
+    changes = [VersionSource(transport, encoding="delta", base="d") for transport in (one, two)]
+    source = replace(changes[1], before=replace(changes[0], before=VersionSource(full)))
+    await client.bus.ensure_bucket(client.subjects().state)
+    await decide(client.bus, client.subjects(), replace(first_record("d"), source=source))
+    last = await trainer.publish(plane.model(1))
+    assert stored(plane).keys() == {transport["object"] for transport in (full, one, two, last)}
 
 
 @pytest.mark.parametrize("still", ["publisher", "server"])
@@ -265,7 +269,7 @@ async def test_digests_that_the_bytes_do_not_have_are_refused(plane: Plane) -> N
     checkpoint.close()
 
 
-# ---- a server that goes and comes back ----
+# ---- a server that ends and starts again ----
 
 
 async def test_nats_killed_under_the_publisher_and_under_a_receiver(

@@ -96,7 +96,7 @@ async def test_what_is_refused(plane: Plane) -> None:
 
     with BroadcastTrainer(plane) as trainer:
         broadcasts = Broadcasts(client, trainer)
-        # Before anybody joins: nobody waits for the trainer, or the trainer for anybody.
+        # Before any rank joins: no worker waits for the trainer, and the trainer for no worker.
         where = {"backend": "gloo", "form": "torch", "group": "g", "master_address": HOST, "master_port": 1}
         wrong: dict[str, Any]
         for wrong, field in (
@@ -143,7 +143,7 @@ async def test_what_is_refused(plane: Plane) -> None:
         await refused(
             client.run("receive_weights_part", {**first, "timeout_s": 1.0}), UpdateAborted, "did not come"
         )
-        # And one that gives up.
+        # And a trainer that gives up.
         await broadcasts.form(3)
         await broadcasts.prepare()
         await broadcasts.feed(directory, first)

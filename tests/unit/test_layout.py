@@ -1,4 +1,4 @@
-"""The product's imports: packages of rl_plane import downwards only, and no modules import each other in a circle."""
+"""The product's imports: packages import downwards only, and no modules import each other in a circle."""
 
 from __future__ import annotations
 
@@ -9,22 +9,43 @@ from pathlib import Path
 
 from tests.support.paths import ROOT
 
-LAYERS = (
-    {"errors", "_util"},
-    {"protocol"},
-    {"bus", "weights"},
-    {"membership", "transports"},
-    {"commit"},
-    {"fleet"},
-    {"client"},
-    {"sync"},
-    {"rollouts", "publish"},
-    {"cli", "demo"},
-)
-"""The packages and modules of rl_plane, the lowest first. Each may import its own package and lower layers."""
+LAYERS = {
+    "rl_plane": (
+        {"errors", "_util"},
+        {"protocol"},
+        {"bus", "weights"},
+        {"membership", "transports"},
+        {"commit"},
+        {"fleet"},
+        {"client"},
+        {"sync"},
+        {"rollouts", "publish"},
+        {"cli", "demo"},
+    ),
+    "worker": (
+        {"exit_codes", "receive", "runtime"},
+        {"nodes"},
+        {"engines", "worker_options"},
+        {"reconcile"},
+        {"ops", "generation_service"},
+        {"worker"},
+        {"metrics", "testing"},
+        {"process"},
+    ),
+    "frontend": (
+        {"frontend_limits"},
+        {"server", "routing"},
+        {"completions"},
+        {"metrics", "records", "pooling"},
+        {"facade"},
+        {"dashboard", "dialects", "served_component"},
+        {"main"},
+    ),
+}
+"""Top-level package → its packages and modules, the lowest first. Each may import its own package and lower layers."""
 ALSO_SIDEWAYS = ({"errors", "_util"}, {"cli", "demo"})
 """Layers whose parts may import each other."""
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+LEVEL = {(top, name): level for top in LAYERS for level, names in enumerate(LAYERS[top]) for name in names}
 
 MAY_IMPORT = {"rl_plane": set[str](), "worker": {"rl_plane"}, "frontend": {"rl_plane"}}
 """Top-level package → the other top-level packages that it may import."""
@@ -39,15 +60,8 @@ def module_name(path: Path) -> str:
 
 
 def imports_of(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yields all imports, also those inside functions, except under `if TYPE_CHECKING`."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield node
-        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            for other in node.orelse:
-                yield from imports_of(ast.Module([other], []))
-        else:
-            yield from imports_of(node)
+    """Yields all imports, also those inside functions and under `if TYPE_CHECKING`."""
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
 
 
 @cache
@@ -73,9 +87,9 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def level_of(module: str) -> int | None:
-    """The layer of a module of rl_plane. None: it is `rl_plane` itself, or no part of it."""
-    parts = module.split(".")
-    return LEVEL[parts[1]] if parts[0] == "rl_plane" and len(parts) > 1 else None
+    """The layer of a module. None: it is a top-level package itself."""
+    top, *inner = module.split(".")
+    return LEVEL[top, inner[0]] if inner else None
 
 
 def breaks_a_direction(module: str, imported: str) -> bool:
@@ -88,7 +102,7 @@ def breaks_a_direction(module: str, imported: str) -> bool:
         return False
     if below is None:
         return True  # `rl_plane` itself imports nearly everything
-    same_part = module.split(".")[1] == imported.split(".")[1] or LAYERS[level] in ALSO_SIDEWAYS
+    same_part = module.split(".")[1] == imported.split(".")[1] or LAYERS[top][level] in ALSO_SIDEWAYS
     return below > level or (below == level and not same_part)
 
 
@@ -120,8 +134,8 @@ def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     return found
 
 
-def test_every_part_of_rl_plane_has_a_layer() -> None:
-    parts = {name.split(".")[1] for name in import_graph() if name.startswith("rl_plane.")}
+def test_every_part_has_a_layer() -> None:
+    parts = {(name.split(".")[0], name.split(".")[1]) for name in import_graph() if "." in name}
     assert parts == LEVEL.keys()
 
 
@@ -139,12 +153,22 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert cycles(import_graph()) == set()
 
 
-def test_a_cycle_and_a_lazy_import_are_found() -> None:
-    lazy = ast.parse("def late():\n    import a.b\n\nif TYPE_CHECKING:\n    import c\nelse:\n    import d\n")
-    assert [ast.unparse(node) for node in imports_of(lazy)] == ["import a.b", "import d"]
+def test_a_cycle_a_lazy_import_and_an_import_of_a_type_are_found() -> None:
+    hidden = ast.parse("def late():\n    import a.b\n\nif TYPE_CHECKING:\n    import c\n")
+    assert {ast.unparse(node) for node in imports_of(hidden)} == {"import a.b", "import c"}
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == {frozenset("abc")}
+
+
+def test_an_upward_and_a_sideways_import_are_found() -> None:
     assert breaks_a_direction("rl_plane.protocol.record", "rl_plane.bus.lock")
     assert breaks_a_direction("rl_plane.bus.lock", "rl_plane.weights.manifest")
     assert breaks_a_direction("worker.worker", "frontend.main")
+    assert breaks_a_direction("worker.nodes.node_process", "worker.engines.capabilities")
+    assert breaks_a_direction("worker.worker", "worker.testing.phase_hooks")
+    assert breaks_a_direction("worker.generation_service", "worker.ops.contract")
+    assert breaks_a_direction("frontend.completions.tokens", "frontend.served_component")
+    assert breaks_a_direction("frontend.server.api", "frontend.routing.router")
+    assert not breaks_a_direction("worker.process", "worker.testing.phase_hooks")
+    assert not breaks_a_direction("frontend.pooling.pooled_call", "frontend.completions.call")
     assert not breaks_a_direction("rl_plane.cli.serve", "frontend.main")
     assert not breaks_a_direction("rl_plane.bus.lock", "rl_plane.protocol.record")

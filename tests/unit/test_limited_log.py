@@ -1,4 +1,4 @@
-"""Warnings that a stranger can cause are bounded, and those that were left out are counted."""
+"""Warnings that a stranger can cause are bounded, and the omitted warnings are counted."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class EngineInfo:
     max_lora_rank: int | None = None
     """The largest rank of an adapter. None: any rank."""
     kv_tokens: int | None = None
-    """The tokens that the KV cache has room for. None: the engine does not tell it."""
+    """The tokens that the KV cache has room for. None: the engine does not report it."""
     max_prompt_top_logprobs: int = 0
     """The largest number of likeliest tokens that the engine returns beside each token of a prompt. 0: it returns
     none."""
@@ -352,8 +352,8 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
-        """Offers to other workers what is kept: the copy of the base weights, and the copies of the adapters with these
-        digests. Returns where they fetch each, `{digest, transport}`. Copies of other adapters are dropped. Blocks; the
+        """Offers the kept copy of the base weights, and the copies of the adapters with these digests, to other
+        workers. Returns where they fetch each, `{digest, transport}`. Drops the copies of other adapters. Blocks; the
         worker calls it on a thread."""
 
     def relay_addresses(self) -> list[tuple[str, int]]:

@@ -3,6 +3,8 @@
 An adapter has a capability if it has the protocol's methods. The worker answers the ops of every other capability with
 `unsupported`, and lists them in `describe`. An adapter that has the methods, but can't do it as it was started, names
 the op in `EngineInfo.lacks` and raises `Unsupported` with the same reason.
+
+The capability to run on several hosts is `SpansHosts` in `worker/nodes/spans_hosts.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import ParsedToolCalls, Tokenize
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
-from worker.nodes.node_part import NodePart
 
 CheckAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 
@@ -55,7 +56,7 @@ class EngineLoad:
     preemptions: int | None = None
     """The requests that have lost their KV to others since the engine started. None: the engine does not count them."""
     tokens_per_s: float | None = None
-    """The rate at which the engine makes tokens. None: the engine does not tell it."""
+    """The rate at which the engine makes tokens. None: the engine does not report it."""
 
 
 @runtime_checkable
@@ -88,9 +89,9 @@ class CanParseToolCalls(Protocol):
 
     @abstractmethod
     async def parse_tool_calls(self, token_ids: list[int], tools: list[dict[str, Any]]) -> ParsedToolCalls:
-        """The calls in the text of these tokens, and the rest of the text. A text that is no call, or that the parser
-        can't read, has no calls. Without tokens it checks the tools: InvalidRequest (`field="tools"`) for those that
-        the engine does not take."""
+        """Returns the calls in the text of these tokens, and the rest of the text. A text that is no call, or that the
+        parser can't read, has no calls. Without tokens it checks the tools: InvalidRequest (`field="tools"`) for tools
+        that the engine does not take."""
 
 
 @runtime_checkable
@@ -98,10 +99,10 @@ class CanScore(Protocol):
     """Scores given tokens: the canary needs it."""
 
     @abstractmethod
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """The logprob of each token after the first of each sequence, given the tokens before it: the natural-log
-        softmax of the raw logits, by the weights that the engine holds now. All sequences go through the model
-        together. `adapter` None scores the base model, whatever adapters are loaded.
+        softmax of the raw logits, by the base weights that the engine holds now, whatever adapters are loaded. All
+        sequences go through the model together.
 
         It works while the engine runs and while it is paused in any mode; the engine stays paused. Requests in flight
         make no token meanwhile. They may lose their KV, which they compute again. A score uses no KV that was computed
@@ -109,8 +110,7 @@ class CanScore(Protocol):
 
         Every score is a finite number: what is below `scoring.LOGPROB_FLOOR` becomes that. Raises
         - EngineFailed if a logprob is NaN,
-        - InvalidRequest for sequences outside the bounds of `scoring`, ids outside the vocabulary, and an adapter that
-          is not loaded (`field="adapter"`),
+        - InvalidRequest for sequences outside the bounds of `scoring`, and ids outside the vocabulary,
         - Unavailable while memory is released."""
 
 
@@ -182,23 +182,6 @@ class CanReleaseMemory(Protocol):
     async def resume_memory(self, tags: list[str]) -> None:
         """Takes memory back. Idempotent. The returned weights are of no version: the worker loads the committed ones
         again."""
-
-
-@runtime_checkable
-class SpansHosts(Protocol):
-    """Runs one engine on several hosts, with `EngineOptions.nodes` as the link between them.
-
-    On the head, the node of rank 0, `start` builds the engine together with the other nodes, and
-    `EngineInfo.world_size` counts the ranks of all. On another node the worker calls only these methods and
-    `close`."""
-
-    @abstractmethod
-    async def start_node(self) -> NodePart:
-        """Starts this host's part of the engine, and returns the agents of its ranks."""
-
-    @abstractmethod
-    async def node_died(self) -> str:
-        """Waits until this host's part of the engine has died, and returns the reason."""
 
 
 class FullEngine(EngineAdapter, CanTokenize, CanScore, CanLoadAdapters, CanCheckWeights, CanReleaseMemory):

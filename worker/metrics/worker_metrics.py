@@ -50,7 +50,7 @@ class WorkerMetrics:
         left_s = max(0.0, state.pause_until - time.monotonic()) if state.pause_mode is not None else 0.0
         words = "Seconds until a paused engine resumes by itself."
         yield gauge("rl_plane_worker_pause_lease_left_seconds", words, left_s)
-        words = "Requests in the engine: those that run, and those without a token yet."
+        words = "Requests in the engine: running requests, and requests without a token yet."
         yield gauges("rl_plane_worker_requests", words, "state", {"running": running, "waiting": waiting})
         words = "Tokens in the engine: those of running requests, and prompts that are still to be computed."
         yield gauges(
@@ -70,7 +70,7 @@ class WorkerMetrics:
         words = "Bytes of the version that is staged and waits for its commit."
         yield gauge("rl_plane_worker_staged_bytes", words, staged_bytes)
         specs = worker.adapter.weight_spec().values() if worker.updates.cached_digest is not None else ()
-        words = "Bytes of the version that is kept in host memory, for deltas and other workers."
+        words = "Bytes of the kept copy in host memory, for deltas and other workers."
         yield gauge("rl_plane_worker_kept_bytes", words, sum(spec.nbytes for spec in specs))
         words = "Ops that this worker has answered, by outcome: ok, skipped, or the error's code."
         yield counters("rl_plane_worker_ops", words, ["op", "outcome"], worker.dispatcher.answers)

@@ -144,7 +144,7 @@ class HeadLink(NodeLink):
         await self._until(lambda: len(self._refused) >= self.settings.count - 1, REFUSAL_S)
 
     async def _check_only_head(self) -> None:
-        """Raises Conflict if another process is the head of this engine. One that has just died is not."""
+        """Raises Conflict if another process is the head of this engine. A head that has just died does not count."""
         give_up = time.monotonic() + TAKEN_S
         while True:
             try:
@@ -212,7 +212,7 @@ class HeadLink(NodeLink):
         return list(zip(self.nodes, self.run(gathered()), strict=True))
 
     def common(self, transports: Iterable[str]) -> tuple[str, ...]:
-        """The transports that can bring weights to every node, of those that this host has."""
+        """Returns the transports of this host that can bring weights to every node."""
         lacking = self.lacking_transports()
         return tuple(
             one for one in transports if one not in lacking and all(one in other for other in self._transports)

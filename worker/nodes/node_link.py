@@ -66,8 +66,8 @@ LOOK_S = 1.0
 
 LOOK_AGAIN_S = 0.5
 """Seconds that a look waits for an answer before it asks again. A node that is just ending may take a question and
-never answer it. To the next question NATS itself replies that nobody listens. After three such replies, 0.1 s apart,
-the node counts as gone."""
+never answer it. To the next question NATS itself replies that no process listens. After three such replies, 0.1 s
+apart, the node counts as gone."""
 
 REFUSAL_S = 3.0
 """Seconds in which a node that refuses its settings tells this to the nodes that wait. Each of them asks every JOIN_S.

@@ -11,8 +11,8 @@ from rl_plane._util.processes import exit_within
 from rl_plane._util.tasks import end_tasks
 from rl_plane.errors import InvalidRequest
 from worker import exit_codes
-from worker.engines.capabilities import SpansHosts
 from worker.nodes.follower_link import FollowerLink
+from worker.nodes.spans_hosts import SpansHosts
 
 log = logging.getLogger("worker.nodes")
 

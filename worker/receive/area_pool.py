@@ -11,7 +11,7 @@ from worker.receive.staging_area import StagingArea, room_bytes
 class AreaPool:
     """Keeps the memory of one shared area for the next one, since touching new memory takes longer than filling it.
 
-    An area is used again only if no other process reads it: an area that was lent to the ranks must have come back.
+    An area is used again only if no other process reads it: the ranks must have returned an area that was lent to them.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -20,7 +20,7 @@ class AreaPool:
         self._shared = shared
         self._spare: StagingArea | None = None
         self._lent: dict[str, StagingArea] = {}
-        """The areas that the ranks load, or have not said to have loaded, by staging name."""
+        """Staging name → an area that the ranks load, or have not reported as loaded."""
 
     @property
     def spare_bytes(self) -> int:

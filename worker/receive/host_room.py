@@ -72,8 +72,8 @@ def _cgroups() -> Iterator[tuple[Path, str, str, tuple[str, ...]]]:
 
 
 def _free_in(directory: Path, limit: str, used: str, cache: tuple[str, ...]) -> int | None:
-    """The bytes that a control group may still use; None if it has no limit, or is not to be seen from here. The cache
-    of files makes room."""
+    """The bytes that a control group may still use. None: it has no limit, or this process can't see it. The cache of
+    files makes room."""
     try:
         most = (directory / limit).read_text().strip()
         if most == "max":

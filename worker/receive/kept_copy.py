@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -109,13 +110,13 @@ class KeptCopy:
         return {**digests, **digests_of(changes)}
 
     def digest_with(self, replaced: Mapping[str, str]) -> str | None:
-        """Returns the digest of the version in which these tensors have other digests. None: it can't be told, or this
-        version has no such tensors."""
+        """Returns the digest of the version in which these tensors have other digests. None: a digest is missing or of
+        another algorithm, or this version has no such tensors."""
         return self._version_digest({**self.digests, **replaced})
 
     def hashed(self, cancelled: Cancelled) -> KeptCopy:
-        """Returns the copy with the digest of every tensor, for which it hashes those that deltas have changed, and
-        those whose digest is of another algorithm. Its `digest` is the one that the bytes make."""
+        """Returns the copy with the digest of every tensor, and with the version digest that its bytes make. It hashes
+        the tensors that deltas have changed, and tensors with a digest of another algorithm."""
         algorithm = algorithm_of(self.digest)
         digests = {name: digest for name, digest in self.digests.items() if algorithm_of(digest) == algorithm}
         for name, tensor in self.tensors.items():
@@ -185,7 +186,7 @@ def taken_changes(
 
     `algorithm`: the hash of the version that they make, and of the delivery if that states no digests before its
     tensors."""
-    try:
+    with closing(delivery):
         stream = DigestingStream(delivery, algorithm=algorithm, cancelled=cancelled, progress=progress)
         changes: dict[str, TensorChange] = {}
         for name, tensor in stream:
@@ -199,8 +200,6 @@ def taken_changes(
             of = tensors[name]
             changes[name] = delta_codec.check(blob, of.nbytes, DTYPE_BYTES[of.dtype], name)
         return changes
-    finally:
-        delivery.close()
 
 
 def digests_of(changes: Changes) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,7 +198,8 @@ class DigestingStream:
         return self._stream
 
     def check_stated(self) -> None:
-        """InvalidWeights if the delivery states another digest, or one that the model can't serve. Reads no byte."""
+        """Raises InvalidWeights if the delivery states another digest than the expected one, or if the model can't
+        serve what it states. Reads no byte."""
         self._check_form()
         self._compare(self._delivery.digest, self._expected, "the delivery states")
         _check_ties(self._tied, self._delivery.tensor_digests or {})
@@ -334,7 +336,7 @@ def receive(
     weights make the stream raise inside `holder.stage`. If a holder returns without asking for the stream's end, this
     frees the staged weights with their last reference.
     """
-    try:
+    with closing(delivery):
         stream = DigestingStream(
             delivery,
             tied=check_fits(holder, delivery, kind, cast),
@@ -345,16 +347,14 @@ def receive(
             progress=progress,
         )
         if kind == "base":
-            finished = _finished(holder.stage(stream, cast, cancelled), stream)
+            finished = _finished(holder.stage(stream, cancelled), stream)
         else:
             config = delivery.adapter_config
             assert config is not None, "an adapter's spec follows from its config"
-            finished = _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
+            finished = _finished(holder.stage_adapter(config, stream, cancelled), stream)
         if digests is not None:
             digests.update(stream.digests)
         return finished
-    finally:
-        delivery.close()
 
 
 def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
@@ -396,8 +396,8 @@ def _may_be_delta(spec: TensorSpec, of: TensorSpec) -> bool:
 
 
 def check_fits(holder: WeightHolder, delivery: Delivery, kind: Kind, cast: bool) -> Mapping[str, str]:
-    """Checks that the tensors are those that the model needs, before a byte of them comes. Returns the names that the
-    model ties, as `tied_tensors`."""
+    """Checks before the first byte comes that the delivery has the tensors that the model needs. Returns the names that
+    the model ties, as `tied_tensors`."""
     if kind == "base":
         tied = holder.tied_tensors()
         check_specs(holder.weight_spec(), tied, delivery.specs, cast)
@@ -411,7 +411,8 @@ def check_fits(holder: WeightHolder, delivery: Delivery, kind: Kind, cast: bool)
 
 
 def check_overwrite(holder: WeightHolder, delivery: Delivery, *, cast: bool, expected_digest: str | None) -> None:
-    """Checks what `overwrite` checks before it uses the engine."""
+    """Checks that the delivery has the tensors that the model needs, and that it states the expected digest.
+    `overwrite` makes the same checks before it uses the engine."""
     tied = check_fits(holder, delivery, "base", cast)
     DigestingStream(delivery, tied=tied, expected_digest=expected_digest).check_stated()
 
@@ -431,7 +432,7 @@ def overwrite(
     Closes the delivery on every path. Checks that need no byte come before the first use of the engine. After that, any
     error leaves the engine with weights of no version; a wrong digest, found at the end, is InvalidWeights too.
     """
-    try:
+    with closing(delivery):
         stream = DigestingStream(
             delivery,
             tied=check_fits(holder, delivery, "base", cast),
@@ -441,10 +442,8 @@ def overwrite(
             progress=progress,
         )
         stream.check_stated()
-        holder.overwrite(stream, cast, cancelled)
+        holder.overwrite(stream, cancelled)
         return stream.finish()
-    finally:
-        delivery.close()
 
 
 def model_digest(
@@ -455,20 +454,14 @@ def model_digest(
 
     `tied`: the ties of the engine that has loaded the directory; InvalidWeights if the engine serves other weights than
     the digest says."""
-    checkpoint = open_checkpoint(directory, field="model")
-    try:
+    with closing(open_checkpoint(directory, field="model")) as checkpoint:
         _check_ties(tied or {}, checkpoint.specs, "model", OWN_TIE_FIX)
         digests = checkpoint.tensor_digests(algorithm)
         _check_ties(tied or {}, digests, "model", OWN_TIE_FIX)
         return checkpoint.digest_of(digests)
-    finally:
-        checkpoint.close()
 
 
 def adapter_digest(directory: Path, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> str:
     """Returns the version digest of a PEFT adapter directory, which covers its config."""
-    checkpoint = open_checkpoint(directory, field="directory", kind="lora")
-    try:
+    with closing(open_checkpoint(directory, field="directory", kind="lora")) as checkpoint:
         return checkpoint.digest(algorithm)
-    finally:
-        checkpoint.close()

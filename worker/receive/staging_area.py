@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from rl_plane.protocol.versions import HostTensor, TensorSpec
-from rl_plane.weights.hashed_copy import address_of, is_same_memory
+from rl_plane.weights.hashed_copy import address_of, copy, is_same_memory
 from rl_plane.weights.read_ahead import host_memory
 
 ALIGN_BYTES = 64
 """The alignment of a tensor's place: the length of a cache line, and a multiple of each dtype's size."""
-
-PIECE_BYTES = 1 << 20
-"""The bytes that are copied at once. Between two pieces other threads may run."""
 
 MADV_POPULATE_READ = 22
 """Linux 5.14 and later: puts all pages into the map at once, before an engine stops to read them."""
@@ -83,7 +80,7 @@ class StagingArea:
     def place(self, name: str, spec: TensorSpec | None = None) -> memoryview:
         """Returns the writable memory of one tensor, of exactly its bytes.
 
-        `spec`: what comes, if that is another tensor than the one that the area was made for. It must not be larger.
+        `spec`: what comes, if the area was made for another tensor. It must not be larger than that tensor.
         """
         room = self._rooms[name]
         nbytes = room.nbytes if spec is None else spec.nbytes
@@ -102,8 +99,7 @@ class StagingArea:
         """Copies a tensor into its place, unless it lies there. Returns it with that memory."""
         place = self.place(name, tensor.spec)
         if not is_same_memory(tensor.data, place):
-            for at in range(0, place.nbytes, PIECE_BYTES):
-                place[at : at + PIECE_BYTES] = tensor.data[at : at + PIECE_BYTES]
+            copy(place, tensor.data)
         return HostTensor(tensor.spec, place, owned=True, digest=tensor.digest)
 
     def tensors(self) -> dict[str, HostTensor]:

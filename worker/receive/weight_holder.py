@@ -7,10 +7,12 @@ The receiving half of a transport runs where the model is: in the worker's own p
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from rl_plane._util.tasks import Cancelled
+from rl_plane.errors import Unsupported
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 
 TensorStream = Iterable[tuple[str, HostTensor]]
@@ -22,23 +24,30 @@ class Staged(Protocol):
 
 
 class WeightHolder(Protocol):
-    """Holds the model of one rank. The receiver calls it on a thread, one call at a time."""
+    """Holds the model of one rank. The receiver calls it on a thread, one call at a time.
 
+    A subclass without tied tensors and without adapters implements the abstract methods only."""
+
+    @abstractmethod
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         """Returns every tensor that a full checkpoint must have, by its checkpoint name."""
 
     def tied_tensors(self) -> Mapping[str, str]:
         """Returns the names that a checkpoint may also have → the tensor of `weight_spec` to which each is tied. The
         bytes of both must be equal."""
+        return {}
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> Staged:
-        """Prepares the swap while generation continues, and reads the stream to its end. The receiver has checked
-        names, shapes and dtypes. Raises EngineFailed when `cancelled()`.
+    @abstractmethod
+    def stage(self, tensors: TensorStream, cancelled: Cancelled) -> Staged:
+        """Prepares the swap while generation continues, and reads the stream to its end. The receiver has checked that
+        all tensors come, and their names, shapes and dtypes. If the update allows a cast, a dtype may differ from the
+        one in `weight_spec`. Raises EngineFailed when `cancelled()`.
 
         Each tensor lies in the staging area, and stays there for as long as the holder refers to its `data`: no copy is
         needed. A delta may change the bytes after the swap."""
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+    @abstractmethod
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         """Writes the tensors over the served weights as they come. The engine is paused. When this raises, its weights
         are of no version."""
 
@@ -46,8 +55,12 @@ class WeightHolder(Protocol):
         """Returns every tensor that an adapter with this PEFT config (`adapter_config.json`) must have, by its name in
         `adapter_model.safetensors`, with the engine's dtypes. InvalidWeights for a config that this model or engine
         can't take."""
+        raise _no_lora()
 
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> Staged:
+    def stage_adapter(self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled) -> Staged:
         """Does the same as `stage` for an adapter."""
+        raise _no_lora()
+
+
+def _no_lora() -> Unsupported:
+    return Unsupported("this engine has no LoRA", field="target.kind", fix="publish base weights")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -66,7 +66,7 @@ log = logging.getLogger("worker.receive.weight_receiver")
 
 @cache
 def _installed() -> dict[str, type[WeightTransport]]:
-    """Returns the installed transports, without those whose packages are missing."""
+    """Returns the installed transports, without transports whose packages are missing."""
     found = {}
     for point in plugins(TRANSPORTS).values():
         try:
@@ -151,7 +151,8 @@ class Receiver:
 
     def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
         """Offers the copies of the base and of the adapters with these digests to other workers. Returns `{digest,
-        transport}` of each. It drops the copies of other adapters, but for the one that was taken last.
+        transport}` of each. It drops the copies of other adapters. It keeps the newest copy until this method has
+        offered it, because the engine may not have loaded that adapter yet.
 
         An offer ends when the copy does."""
         ended: list[KeptAdapter] = []
@@ -257,7 +258,7 @@ class Receiver:
             "progress": self.received,
         }
         if request.adapter is not None:
-            area, self._staged[staging], digest = self._received(receive, delivery, kind="lora", **how)
+            area, self._staged[staging], digest = self._received(delivery, kind="lora", **how)
             self.areas[staging] = area
             self._keep_adapter(staging, digest, request, delivery, area)
         elif request.base is not None:
@@ -268,7 +269,7 @@ class Receiver:
                 digest = overwrite(self.holder, delivery, **how)
             else:
                 digests: dict[str, str] = {}
-                area, self._staged[staging], digest = self._received(receive, delivery, **how, digests=digests)
+                area, self._staged[staging], digest = self._received(delivery, **how, digests=digests)
                 self.areas[staging] = area
                 kept = as_kept(digest, area, self.holder.tied_tensors(), digests) if request.keeps_copy else None
                 if kept is not None:
@@ -292,9 +293,9 @@ class Receiver:
         return delivery.receive_part(ReceivePart.model_validate(part), cancelled)
 
     def changed_since(self, staging: str, digest: str | None) -> Collection[str] | None:
-        """Returns the names of the staged tensors that differ from those of the version that the engine serves. None:
-        it can't be told, so the engine loads all of them. Asked before `take`. `digest`: that version's; None: the
-        engine's weights are of no version."""
+        """Returns the names of the staged tensors that differ from the version that the engine serves. None: this is
+        unknown, so the engine loads all tensors. Call it before `take`. `digest`: the digest of the served version;
+        None: the engine's weights are of no version."""
         after = self._to_keep.get(staging)
         return after.changed.get(digest) if after is not None and digest is not None else None
 
@@ -359,14 +360,12 @@ class Receiver:
 
     # ---- memory ----
 
-    def _received(
-        self, by: Callable[..., tuple[Staged, str]], delivery: Delivery, **how: Any
-    ) -> tuple[StagingArea, Staged, str]:
+    def _received(self, delivery: Delivery, **how: Any) -> tuple[StagingArea, Staged, str]:
         """Receives into a new area. The area is gone when this raises."""
         area: StagingArea | None = None
         try:
             area = self._area(delivery)
-            return area, *by(self.holder, delivery, area=area, **how)
+            return area, *receive(self.holder, delivery, area=area, **how)
         except BaseException:
             delivery.close()
             self._end_relays()
@@ -375,8 +374,9 @@ class Receiver:
             raise
 
     def _area(self, delivery: Delivery) -> StagingArea:
-        """Makes the area of what is to come. The tensors of a delivery in parts may come in another dtype, or be tied
-        to one that comes: there is room for each, and what does not come takes no memory."""
+        """Makes the area of what is to come. A tensor of a delivery in parts may come in another dtype. It may not come
+        at all, because it is tied to another tensor. So the area has room for each, and what does not come takes no
+        memory."""
         specs = delivery.specs
         if isinstance(delivery, PartwiseDelivery):
             wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
@@ -459,7 +459,7 @@ class Receiver:
                 expected_digest=wanted,
             )
         try:
-            self._staged[staging] = self.holder.stage(after.with_digests().items(), request.cast, cancelled)
+            self._staged[staging] = self.holder.stage(after.with_digests().items(), cancelled)
         except BaseException:
             before.take_back(changes)
             self.kept = known
@@ -497,7 +497,7 @@ class Receiver:
         if not links:
             assert kept is not None
             return kept
-        self.kept = None  # memory has room for one copy, and one that is half changed is of no version
+        self.kept = None  # memory has room for one copy, and a copy that is half changed is of no version
         for link in links:
             try:
                 kept = self._follow(kept, link, cancelled)
@@ -531,7 +531,6 @@ class Receiver:
             return kept.change(changes, link.digest, cancelled)
         digests: dict[str, str] = {}
         area, _, digest = self._received(
-            receive,
             delivery,
             cast=False,
             expected_digest=link.digest,

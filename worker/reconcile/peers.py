@@ -29,17 +29,17 @@ TRIED = 3
 """A worker asks so many peers, one after another. A peer that can't be reached costs ten seconds."""
 
 
-class _Place(BaseModel):
+class _OfferedWeights(BaseModel):
     """The weights with this digest, and the transport that fetches them (`EngineAdapter.offer`)."""
 
     digest: str
     transport: Transport
 
 
-class _Offer(BaseModel):
+class _WorkerOffer(BaseModel):
     """All that one worker offers."""
 
-    places: list[_Place]
+    places: list[_OfferedWeights]
     host: str = ""
     """The machine of the worker."""
 
@@ -94,7 +94,7 @@ class Peers:
         found: dict[str, Transport] = {}
         hosts: dict[str, str] = {}
         for entry in entries:
-            offer = decoded(entry, _Offer.model_validate_json) if entry.key != self._bus.name else None
+            offer = decoded(entry, _WorkerOffer.model_validate_json) if entry.key != self._bus.name else None
             for place in offer.places if offer is not None else ():
                 if offer is not None and place.digest == digest and place.transport.backend in self._transports:
                     found[entry.key], hosts[entry.key] = place.transport, offer.host

@@ -87,10 +87,11 @@ class RecordWatch:
         raise BusUnreachable("the record could not be written")
 
     async def _replace_unreadable(self, entry: Entry | None) -> None:
-        """Writes the known record over one that can't be read.
+        """Writes the known record over a record that can't be read.
 
-        This does not extend the serving lease: another process may know a newer decision. It writes that back before
-        this worker reads again. A worker that knows no record stays closed, because a version may be committed."""
+        This does not extend the serving lease, because another process may know a newer decision. That process writes
+        the newer decision before this worker reads again. A worker that knows no record stays closed, because a version
+        may be committed."""
         known = self._core.record
         if known is None:
             error = unreadable_record()

@@ -271,8 +271,8 @@ class WeightUpdates:
                     raise Conflict(f"waiting for the update {self.busy_with}, which is being prepared")
                 assert request.transport is not None, "an unload receives nothing"
                 self.check_backend(request.transport.backend)
-                # Another coordinator may have left something here. It can't decide any more: the one that asks
-                # now has sealed the record.
+                # Another coordinator may have left something here. It can't decide any more, because the present
+                # coordinator has sealed the record.
                 await self._drop(None)
                 mine = [one for one in self._coming if one.update_id == update_id]
                 if mine and all(one.dropped for one in mine):
@@ -327,7 +327,7 @@ class WeightUpdates:
         try:
             reply = await asyncio.to_thread(self._adapter.receive, name, cancelled.is_set)
         except EngineFailed as error:
-            if cancelled.is_set():  # the coordinator tells the workers that it stopped from those that failed
+            if cancelled.is_set():  # so the coordinator sees that this worker was stopped, and has not failed
                 raise _aborted(request) from error
             raise
         finally:
@@ -443,7 +443,7 @@ class WeightUpdates:
             self._discarding = asyncio.create_task(self._discard(staged))
             self._discarding.add_done_callback(_log_failure)
         if (discarding := self._discarding) is not None:
-            await asyncio.wait([discarding])  # it goes on if this call ends, and the next one waits for it
+            await asyncio.wait([discarding])  # it continues if this call ends, and the next call waits for it
             self._discarding = None
             if staged is not None and found:
                 discarding.result()

@@ -104,8 +104,8 @@ class WorkerCore:
     def learnt(self, record: DecisionRecord, written: int, now: float) -> bool:
         """Takes a record: from now on the worker serves only its weights. Returns whether the record was news.
 
-        A record that is read may be older than one that was heard. A store may have lost a write that it
-        acknowledged."""
+        A record that this worker reads may be older than a record that a coordinator sent. A store may have lost a
+        write that it acknowledged."""
         mine = self.record
         if mine is not None and (newer(mine, record) or (not newer(record, mine) and written <= self._written)):
             return False
@@ -132,8 +132,8 @@ class WorkerCore:
     ) -> DecisionRecord | None:
         """Takes the record of the store's leader, which confirms the serving lease.
 
-        Returns the record to write over the leader's, if the leader has lost the one that this worker knows. On an
-        empty store, the first worker fixes sequence 0 by its own model."""
+        If the leader has lost the record that this worker knows, it returns that record, to be written over the
+        leader's. On an empty store, the first worker fixes sequence 0 by its own model."""
         if record is None:
             return self.record or first_record(self.model_digest)
         if self.record is not None and newer(self.record, record):
@@ -373,7 +373,7 @@ class WorkerCore:
         if self._may_serve_the_old():
             return Wait()
         if "weights" in self.state.released:
-            self.state.close("behind", "memory is released: the weights come back with resume_memory")
+            self.state.close("behind", "memory is released: resume_memory restores the weights")
             return Wait()
         if self._waits_for_check(change, record, now):
             healed = staged is not None and staged.fence is None

@@ -172,7 +172,8 @@ class WorkerState:
             )
 
     def check_admitted(self, sequence: int | None, incarnation: str | None) -> None:
-        """NotAdmitted unless a generation request may enter. `sequence`: the committed one that its frontend knows."""
+        """Raises NotAdmitted unless a generation request may enter. `sequence`: the committed sequence that its
+        frontend knows."""
         if self.closed:
             raise NotAdmitted(
                 f"worker {self.instance_id} is closed: {', '.join(self.admission()['reasons'])}", retry_after_s=1.0
@@ -231,13 +232,13 @@ class WorkerState:
             raise Conflict(
                 f"memory is released ({', '.join(sorted(self.released))})",
                 field="memory",
-                fix="resume_memory of the weights first; the KV cache may come back after the update",
+                fix="resume_memory of the weights first; resume_memory of the KV cache may follow the update",
             )
 
     # ---- version ----
 
     def hold(self, version: WeightVersion) -> None:
-        """Notes the base weights that were swapped in, or a new label for those that are here."""
+        """Notes the base weights that were swapped in, or a new label for the present weights."""
         if version.digest != self.digest:
             self.scores = None
         self.digest, self.version = version.digest, version

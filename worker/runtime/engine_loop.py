@@ -126,8 +126,8 @@ class _Inbox(Generic[T]):
             self._alarm.ring()
 
     async def take(self, gather_s: float) -> list[T | BaseException | None]:
-        """Everything that has come, once something has. With `gather_s` it waits for more until the next turn, unless
-        the end has come."""
+        """Waits for the first item, and returns all items that have come. With `gather_s` it waits for more items until
+        the next turn, unless the end has come."""
         if not self._items:
             await self._alarm.wait()
         if gather_s and not self._ended:

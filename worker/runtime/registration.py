@@ -99,7 +99,7 @@ class Registration:
             if lost is None or lost >= self.revision:
                 await self._write()
         # After the write, because calls before it did not reach this worker. And not under that lock: this may take
-        # as long as an update in place, and the record must come back meanwhile.
+        # as long as an update in place, and meanwhile another task must be able to write the registration again.
         await self._follow()
 
     async def _write(self) -> None:

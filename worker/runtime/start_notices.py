@@ -54,7 +54,7 @@ class StartNotices:
         self._ended.set()
 
     def _run(self) -> None:
-        # An engine that loads within this time is a member before anybody could look.
+        # An engine that loads within this time is a member before a person could look.
         if self._ended.wait(EVERY_S):
             return
         try:

@@ -663,13 +663,18 @@ async def check_close(build: EngineFactory, options: EngineOptions) -> None:
     assert not left, f"close leaves processes: {left}"
 
 
+async def run_checks(checks: Mapping[str, Check], under_test: EngineUnderTest) -> None:
+    """Runs the checks in their order. The error of a check that fails has the check's name as a note."""
+    for name, check in checks.items():
+        try:
+            await check(under_test)
+        except Exception as error:
+            error.add_note(f"check: {name}")
+            raise
+
+
 async def check_engine(build: EngineFactory, options: EngineOptions, other: Path, **more: Any) -> None:
     """Runs all checks on one engine, then `check_close` on another. `more`: fields of EngineUnderTest."""
     async with EngineUnderTest.started(build, options, other, **more) as under_test:
-        for name, check in CHECKS.items():
-            try:
-                await check(under_test)
-            except Exception as error:
-                error.add_note(f"check: {name}")
-                raise
+        await run_checks(CHECKS, under_test)
     await check_close(build, options)

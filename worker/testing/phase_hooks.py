@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.protocol.worker_ops import OPS
-from worker.ops.contract import Handler
+from worker.ops.contract import Handler, Handlers
 
 log = logging.getLogger("worker.testing.phase_hooks")
 
@@ -29,8 +29,8 @@ MAX_HOLD_S = 60.0
 """An op waits no longer than this: a test may die and leave its file."""
 
 
-def with_holds(handlers: Mapping[str, Handler], instance_id: str) -> Mapping[str, Handler]:
-    """Returns the handlers unchanged, or, in a test, handlers that can be held."""
+def with_holds(handlers: Handlers, instance_id: str) -> Handlers:
+    """Returns the handlers unchanged. In a test, it returns handlers that wait where the test says."""
     directory = os.environ.get(VARIABLE)
     if not directory:
         return handlers
@@ -74,7 +74,7 @@ async def _hold(directory: Path, point: str, instance_id: str, update_id: str) -
     files = (directory / point, directory / f"{point}.{instance_id}")
     if not any(_holds(file, update_id) for file in files):
         return
-    log.warning("%s is held at %s", instance_id, point)
+    log.warning("%s waits at %s", instance_id, point)
     (directory / f"reached.{point}.{instance_id}").touch()
     give_up = time.monotonic() + MAX_HOLD_S
     while any(_holds(file, update_id) for file in files):

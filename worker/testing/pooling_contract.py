@@ -26,6 +26,7 @@ from worker.testing.engine_contract import (
     describes_itself,
     idle,
     refused,
+    run_checks,
 )
 
 NEAR = 1e-5
@@ -110,7 +111,7 @@ async def refuses_bad_inputs(at: EngineUnderTest) -> None:
 
 
 async def pauses_and_aborts(at: EngineUnderTest) -> None:
-    """A paused engine computes nothing. An aborted request ends without a vector, and so does one whose reader left."""
+    """A paused engine computes nothing. A request ends without a vector if it is aborted, or if its reader has left."""
     numbers, _ = await pooled(at)
     await bounded(at.engine.pause("keep", False))
     _, resumed = await waiting(at)
@@ -180,9 +181,4 @@ POOLING_CHECKS: Mapping[str, Check] = {
 async def check_pooling(build: EngineFactory, options: EngineOptions, other: Path, **more: Any) -> None:
     """Runs all checks on one engine. `options.task` is `classify` or `embed`. `more`: fields of EngineUnderTest."""
     async with EngineUnderTest.started(build, options, other, **more) as under_test:
-        for name, check in POOLING_CHECKS.items():
-            try:
-                await check(under_test)
-            except Exception as error:
-                error.add_note(f"check: {name}")
-                raise
+        await run_checks(POOLING_CHECKS, under_test)

@@ -173,7 +173,7 @@ class HeldTensors:
         if size > MAX_HELD_BYTES:
             self.drop()
             raise PayloadTooLarge(
-                f"the update has {size} bytes or more; at most {MAX_HELD_BYTES} are held here",
+                f"the update has {size} bytes or more; this frontend holds at most {MAX_HELD_BYTES}",
                 field=FIELD,
                 fix=ANOTHER_WAY,
             )
@@ -214,7 +214,7 @@ class HeldTensors:
         """Describes the tensors so far, for a trainer that wonders which one it has not sent."""
         of_all = f" of the model's {self._wanted}" if self._wanted else ""
         last = repr(next(reversed(self._tensors), None))
-        return f"{self._needed}{of_all} tensors are held, the last of them {last[:200]}"
+        return f"{self._needed}{of_all} tensors have come, the last of them {last[:200]}"
 
     @property
     def _needed(self) -> int:

@@ -17,7 +17,7 @@ from rl_plane.protocol.subjects import OPENED
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _SessionEntry:
     begun_until: float = 0.0
     """Until when the trainer may be silent after `begin_weight_update`, in Unix seconds of the NATS server. 0: the
     trainer has not begun, or has ended."""
@@ -29,7 +29,7 @@ class _Entry:
     ended, so that each end reports the loss."""
 
 
-_ENTRY = TypeAdapter(_Entry)
+_ENTRY = TypeAdapter(_SessionEntry)
 
 
 class Opened:
@@ -84,7 +84,7 @@ class Opened:
         if over != entry:
             await self._write(over)
 
-    async def _in_pause(self, entry: _Entry) -> bool:
+    async def _in_pause(self, entry: _SessionEntry) -> bool:
         if not entry.pause:
             return False
         now = await read_pause(self._bus, self._state)
@@ -94,9 +94,9 @@ class Opened:
         """The server's clock, because the next call may reach another frontend."""
         return await self._bus.server_time(self._state)
 
-    async def _read(self) -> _Entry:
+    async def _read(self) -> _SessionEntry:
         found = await self._bus.get(self._state, OPENED)
-        return decoded(found, _ENTRY.validate_json) or _Entry()
+        return decoded(found, _ENTRY.validate_json) or _SessionEntry()
 
-    async def _write(self, entry: _Entry) -> None:
+    async def _write(self, entry: _SessionEntry) -> None:
         await self._bus.put(self._state, OPENED, _ENTRY.dump_json(entry))

@@ -1,7 +1,7 @@
 """Copies an adapter's tensors out of memory that its trainer shares.
 
-An adapter is small, and goes into NATS like one that came in a body. So a late worker fetches it without its trainer,
-and only this frontend must be on the trainer's machine.
+An adapter is small. The frontend stores it in NATS, as it stores an adapter that came in a body. So a late worker
+fetches it without its trainer, and only this frontend must be on the trainer's machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def copied(found: SharedTensors) -> Tensors:
     size = sum(one.spec.nbytes for _, one in found.tensors)
     if size > MAX_HELD_BYTES:
         raise PayloadTooLarge(
-            f"the adapter has {size} bytes; at most {MAX_HELD_BYTES} are held here",
+            f"the adapter has {size} bytes; this frontend holds at most {MAX_HELD_BYTES}",
             field=FIELD,
             fix="send a smaller adapter, or load it from a directory",
         )

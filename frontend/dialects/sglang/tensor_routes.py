@@ -115,7 +115,10 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
                 )
             held.add(tensors, fields.policy, fields.weight_version)
             if await updates.waits_for_more(held.update_id) or not held.is_whole:
-                return {"success": True, "message": f"{len(tensors)} tensors are held, {len(held)} of this update"}
+                return {
+                    "success": True,
+                    "message": f"{len(tensors)} tensors have come, {len(held)} of this update",
+                }
             try:
                 reply = await updates.commit_held()
             except Locked:  # the update has not begun, and the client sends this call again

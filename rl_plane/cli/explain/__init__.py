@@ -1,1 +1,1 @@
-"""Says why a fleet, a worker, an update or a request does not go on, and what to do."""
+"""Says why a fleet, a worker, an update or a request makes no progress, and what to do."""

@@ -1,4 +1,4 @@
-"""`rl-plane explain`: why a fleet, a worker, an update or a request does not go on, and what to do."""
+"""`rl-plane explain`: why a fleet, a worker, an update or a request makes no progress, and what to do."""
 
 from __future__ import annotations
 

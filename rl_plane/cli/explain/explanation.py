@@ -88,7 +88,7 @@ def identify(facts: KnownFacts, given: str) -> tuple[str, str]:
         listed = ", ".join(f"{kind} {one}" for kind, one in begins[:SHOWN_MATCHES])
         more = f" and {len(begins) - SHOWN_MATCHES} more" if len(begins) > SHOWN_MATCHES else ""
         raise InvalidRequest(
-            f"{given!r} may mean {listed}{more}", field="ID", fix="give more characters of the one that you mean"
+            f"{given!r} may mean {listed}{more}", field="ID", fix="give more characters of the id that you mean"
         )
     gap = f" (not read: {', '.join(facts.missing)})" if facts.missing else ""
     raise NotFound(

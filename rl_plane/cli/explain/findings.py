@@ -79,7 +79,8 @@ def _of_lock(facts: KnownFacts) -> Iterator[Finding]:
     yield Finding(
         "lock",
         "lock",
-        f"is held by {lock['owner']} since {seconds(lock['held_s'])}, and no update runs{with_state(', whose', said)}",
+        f"has belonged to {lock['owner']} for {seconds(lock['held_s'])}, and no update runs"
+        f"{with_state(', whose', said)}",
         look_at(holder, lock["owner"], said) + ". A holder that dies or stands still loses it after 5 s",
         waits_for=f"the end of that call of {lock['owner']}",
     )

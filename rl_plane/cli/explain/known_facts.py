@@ -22,8 +22,8 @@ class KnownFacts:
     state: Row | None = None
     """The reply of the op `state`."""
     error: Row | None = None
-    """The error of the op `state`, as on the wire. Its `left` and its `starting` name the workers that an empty
-    fleet has lost, and those that load their engines."""
+    """The error of the op `state`, as on the wire. For an empty fleet, `left` names the workers that it has lost, and
+    `starting` names the workers that load their engines."""
     workers: Mapping[str, Row] = field(default_factory=dict)
     """instance_id → the row of the op `workers`, with host and pid."""
     updates: Sequence[Row] = ()

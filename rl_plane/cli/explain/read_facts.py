@@ -144,7 +144,7 @@ def _over_nats(given: Command, component: dict[str, Any], timeout_s: float, past
 
 
 def _side_by_side(parts: Mapping[str, Part], timeout_s: float) -> tuple[dict[str, Any], dict[str, PlaneError]]:
-    """The results by name, and the errors of the parts that failed or took too long."""
+    """Returns the results by name, and the errors of the parts that failed or took too long."""
     answers = {name: on_a_thread(f"read {name}", part) for name, part in parts.items()}
     found: dict[str, Any] = {}
     errors: dict[str, PlaneError] = {}

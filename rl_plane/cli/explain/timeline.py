@@ -46,7 +46,7 @@ def of_worker(facts: KnownFacts, instance_id: str) -> list[Line]:
             error = row.get("error") or {}
             lines.append((float(at), f"it failed in {name}: {error.get('code')}: {error.get('message')}"))
         elif instance_id in (entry.get("excluded") or ()):
-            lines.append((float(at), f"{name} went on without it"))
+            lines.append((float(at), f"{name} continued without it"))
     return lines
 
 

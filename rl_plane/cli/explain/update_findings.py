@@ -76,7 +76,7 @@ def of_ended_update(facts: KnownFacts, entry: Row) -> Finding | None:
     }
     out = sorted(set(excluded) & behind)
     if out:
-        cause = f"went on without {workers_named(out)}, which {'is' if len(out) == 1 else 'are'} not open yet"
+        cause = f"continued without {workers_named(out)}, which {'is' if len(out) == 1 else 'are'} not open yet"
         return Finding(name, "update", cause, f"they heal by themselves; else `rl-plane explain {out[0]}`")
     return None
 

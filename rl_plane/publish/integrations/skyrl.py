@@ -34,8 +34,8 @@ def publisher_options(
         weight_sync_backend: the transport. `nccl` with `colocate_all` becomes `ipc`.
         weight_transfer_threshold_cuda_ipc_GB: the size of a bucket for `ipc`, in GiB. Default: 1.
         colocate_all: trainer and engines share the GPUs.
-        override_existing_update_group: `auto` or `enable`. A publisher's group always replaces the one that the workers
-            have, so `disable` is refused.
+        override_existing_update_group: `auto` or `enable`. A publisher's group always replaces the workers' group, so
+            `disable` is refused.
         lora_sync_path: with `lora`, the directory beneath which each version of the adapter is written.
         lora: an adapter is published.
     """

@@ -40,7 +40,7 @@ class Follower:
         self._make_sender = make_sender
         self._link: FollowingRankLink | None = None
         self._senders: dict[int, SharingSender] = {}
-        """By rank 0's number."""
+        """The senders of this rank. The key is the number that rank 0 has given the sender."""
 
     @property
     def link(self) -> FollowingRankLink:

@@ -7,7 +7,7 @@
     DirectorySource  a checkpoint or a PEFT directory; it needs no torch
 
 Gathering is collective: for each version every rank calls `take` and uses up the iterator, in the same order. By
-`tensors` rank 0 alone gets tensors that it may keep. By `owned` each rank gets those that it owns.
+`tensors` rank 0 alone gets tensors that it may keep. By `owned` each rank gets the tensors that it owns.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def is_fsdp1(module: Any) -> bool:
 def named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     """Yields what a state dict has, with FSDP1's own parts in the names.
 
-    First the parameters of each unit (tied ones once), then those that FSDP1 was told to ignore, and persistent
-    buffers.
+    First come the parameters of each unit (tied ones once), then the parameters that FSDP1 ignores by its settings, and
+    persistent buffers.
     """
     roots: list[tuple[str, Any]] = []
     sharded: set[int] = set()

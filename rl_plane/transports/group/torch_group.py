@@ -189,9 +189,9 @@ class Group:
     def _connect(self, place: Place) -> None:
         """Connects nccl's ranks now, as gloo does.
 
-        In the first broadcast a rank that is slow to come could not be told from a trainer that is slow to send. In a
-        trainer's own group the ranks may connect in the first broadcast: then nccl waits for rank 0 by the store's
-        time-out, which is set to the update's.
+        If the ranks connected in the first broadcast, a slow rank would look like a trainer that is slow to send. In a
+        trainer's own group the ranks may connect in the first broadcast. Then nccl waits for rank 0 as long as the
+        store's time-out, so this sets it to the update's time-out.
         """
         if place.form == "torch" and place.rendezvous == "torch":
             self._store.set_timeout(timedelta(seconds=place.timeout_s))
@@ -473,8 +473,9 @@ def import_torch() -> Any:
     if "torch" not in sys.modules:
         _load_torch_library()
     try:
-        # In this order. A thread that has the import lock of `torch.distributed` and waits for that of `torch`, and one
-        # that imports `torch`, wait for each other. Python lets one go on half way, and torch ends the process.
+        # The order matters. A thread that imports `torch.distributed` first waits for the import lock of `torch`, while
+        # a thread that imports `torch` waits for the lock of `torch.distributed`. Python breaks such a deadlock by
+        # giving a thread the half-made module, and then torch ends the process.
         import torch
         import torch.distributed
     except ImportError as error:

@@ -170,7 +170,7 @@ class UrlFile(SafetensorsFile):
     def __init__(self, reader: RangeReader, file: RemoteFile) -> None:
         self._reader = reader
         self._file = file
-        self._place = _Place()
+        self._place = _ReadPosition()
         super().__init__(file.name, file.nbytes, _identity(file), reader.field)
 
     def will_read(self, offset: int, nbytes: int) -> None:
@@ -198,7 +198,7 @@ class UrlFile(SafetensorsFile):
         """Does nothing: the connections belong to the reader."""
 
 
-class _Place(threading.local):
+class _ReadPosition(threading.local):
     """The place at which one thread reads a file."""
 
     stream: RangeStream | None = None

@@ -82,8 +82,8 @@ class CheckpointEngineDelivery(SelfDescribedDelivery):
         self._check_whole()
 
     def close(self) -> None:
-        """Ends the delivery. If it ends between two tensors, the servers hear of it now. The servers of one that never
-        began hear of it on a thread, because they may be slow."""
+        """Ends the delivery. If it ends between two tensors, this tells the servers at once. If the delivery never
+        began, a thread tells the servers, because they may be slow."""
         if self._began and self._running is not None:
             self._running.close()
         elif not self._began:

@@ -202,7 +202,7 @@ def opened(cuda: TorchCuda, handles: list[Handle], uuid: str) -> list[torch.Tens
         return [torch.empty(0, dtype=torch.uint8, device=device).set_(one) for one in storages]
     except BaseException:
         never_opened = handles[len(storages) :]
-        storages.clear()  # the error's traceback would hold them; torch releases those that were opened
+        storages.clear()  # the error's traceback would hold them; torch releases the opened storages
         cuda.collect()
         release(cuda, never_opened)
         raise

@@ -125,7 +125,7 @@ class IpcSender(LendingSender):
         return pack(tensors, bucket_bytes) if self._layout == "packed" else pack_modules(tensors, bucket_bytes)
 
     def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
-        """Lends tensors in the layout `tensors`: those that torch shares in host memory, or those on the sending
+        """Lends tensors in the layout `tensors`: tensors that torch shares in host memory, or tensors on the sending
         GPU."""
         if self._layout == "packed":
             return ()

@@ -87,7 +87,8 @@ class Channel:
 
 
 class ChannelRead:
-    """One read. A first read by UCX that fails goes on over TCP."""
+    """One read. If a read by UCX fails before any has succeeded, the channel reads everything over TCP from then on,
+    and repeats this read."""
 
     def __init__(self, channel: Channel, moves: Sequence[Piece], owner: Any) -> None:
         self._channel = channel

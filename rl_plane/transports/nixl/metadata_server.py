@@ -61,9 +61,9 @@ class Offer:
         """The answer to a receiver: what it needs to read this memory."""
         self.memory = memory
         self.receivers: set[socket.socket] = set()
-        """The connections of those who were told."""
+        """The connections of the receivers or peers that asked where the memory is."""
         self.reads: set[socket.socket] = set()
-        """The connections of those who read over TCP."""
+        """The connections over which the memory is read by TCP."""
 
 
 class RelayOffer(Offer):

@@ -1,4 +1,4 @@
-"""Offers the weights that a worker has to other workers: those that it keeps, and those that it is receiving."""
+"""Offers the weights that a worker keeps, or is just receiving, to other workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PeerSource:
         self._server = MetadataServer(host, 0)
         self._process = os.getpid()
         self._made: Any = None
-        self._offers: dict[str, _Offer] = {}
+        self._offers: dict[str, _LentTensors] = {}
         """The offer of each secret."""
         self._relay: _Relay | None = None
         self._ending = threading.Lock()
@@ -61,7 +61,7 @@ class PeerSource:
         ]
         regions = [(address, nbytes, 0, "") for bucket in places for address, nbytes in bucket if nbytes]
         secret, registered = secrets.token_hex(16), self._agent.register_memory(regions, "DRAM")
-        self._offers[secret] = _Offer(registered, tensors)
+        self._offers[secret] = _LentTensors(registered, tensors)
         try:
             metadata = self._agent.get_partial_agent_metadata(registered, True, ["UCX"])
             self._server.offer(secret, metadata, manifest, places)
@@ -109,7 +109,7 @@ class PeerSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _LentTensors:
     registered: Any
     tensors: Mapping[str, HostTensor]
     """Keeps the memory from being freed."""

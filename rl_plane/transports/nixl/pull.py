@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.nixl.channel import END_S, Channel, ChannelRead, ReadSource
+from rl_plane.transports.nixl.pull_context import PullContext
+from rl_plane.transports.nixl.puller import Puller
 from rl_plane.transports.nixl.reads import (
     PUBLISH,
     READ_S,
@@ -33,10 +34,6 @@ from rl_plane.transports.packed_delivery import Arrived, PackedDelivery
 from rl_plane.weights.hashed_copy import address_of, read_hashed
 from rl_plane.weights.manifest import Manifest, Placed
 
-if TYPE_CHECKING:
-    from rl_plane.transports.nixl.puller import Puller
-    from rl_plane.transports.nixl.receiver import NixlTransport
-
 log = logging.getLogger("rl_plane.transports.nixl.receiver")
 
 POLL_S = 0.0005
@@ -51,7 +48,7 @@ start a read takes a tenth of a millisecond, in which about 0.5 MB could be read
 
 
 @dataclass(slots=True)
-class _Flight:
+class _StartedRead:
     """A read that has begun."""
 
     read: ChannelRead
@@ -70,7 +67,7 @@ class Pull(PackedDelivery):
 
     def __init__(
         self,
-        transport: NixlTransport,
+        context: PullContext,
         manifest: Manifest,
         pieces: Sequence[Sequence[Piece]],
         source: ReadSource,
@@ -79,7 +76,7 @@ class Pull(PackedDelivery):
     ) -> None:
         """`pieces`: where each bucket lies at the source."""
         super().__init__(manifest, self._received(), refetchable=refetchable, close=self._end)
-        self._transport = transport
+        self._context = context
         self._pieces = pieces
         self._source = source
         self._connection = connection
@@ -147,10 +144,10 @@ class Pull(PackedDelivery):
             clean &= channel.has_ended(END_S)
         if puller is not None and clean:
             puller.release()
-            self._transport.give_back(puller)
+            self._context.give_back(puller)
 
     def _begin(self) -> None:
-        self._puller = self._transport.take(self._connection.getsockname()[0])
+        self._puller = self._context.take(self._connection.getsockname()[0])
         try:
             self._channel = Channel(self._puller.agent, self._source)
         except Exception as error:  # nixl's errors have no common base
@@ -178,7 +175,7 @@ class Pull(PackedDelivery):
 
     def _read(self, number: int, into: RegisteredMemory | Places) -> None:
         """Reads one bucket."""
-        limits, pieces = self._transport.limits, self._pieces[number]
+        limits, pieces = self._context.limits, self._pieces[number]
         if isinstance(into, RegisteredMemory):
             moves = [(into.address + at, there) for at, there in pieces]
             ahead = 0
@@ -187,7 +184,7 @@ class Pull(PackedDelivery):
             each = zip(bucket.tensors, tensor_pieces(pieces, bucket), strict=True)
             moves = [(address_of(into[placed.name]), there) for placed, (_, there) in each]
             limits = ReadLimits(min(SLICE_BYTES, limits.nbytes), limits.pieces)
-            ahead = self._transport.limits.nbytes // limits.nbytes - 1
+            ahead = self._context.limits.nbytes // limits.nbytes - 1
         try:
             self._transfer(split_reads(moves, limits), ahead)
         except PlaneError:
@@ -198,8 +195,8 @@ class Pull(PackedDelivery):
             raise gone(error) from error.with_traceback(None)  # the frames of the traceback would keep the agent
 
     def _transfer(self, reads: Iterator[list[Piece]], ahead: int) -> None:
-        """Carries out reads, with up to `ahead` more of them under way than the one that is awaited."""
-        flights: deque[_Flight] = deque()
+        """Carries out reads. While it waits for one read, up to `ahead` further reads are under way."""
+        flights: deque[_StartedRead] = deque()
         try:
             for moves in reads:
                 flights.append(self._started(moves))
@@ -213,13 +210,13 @@ class Pull(PackedDelivery):
             for flight in flights:
                 flight.read.release()
 
-    def _started(self, moves: list[Piece]) -> _Flight:
+    def _started(self, moves: list[Piece]) -> _StartedRead:
         """Starts a read from the source. `moves`: from where it reads, each with the address here."""
         assert self._channel is not None
         nbytes = sum(place[1] for _, place in moves)
-        return _Flight(self._channel.begin(moves, self._puller), nbytes, time.monotonic() + READ_S)
+        return _StartedRead(self._channel.begin(moves, self._puller), nbytes, time.monotonic() + READ_S)
 
-    def _await(self, flight: _Flight) -> None:
+    def _await(self, flight: _StartedRead) -> None:
         while (state := flight.read.look()) == "PROC":
             self._look()
             if flight.read.arrived > flight.arrived:

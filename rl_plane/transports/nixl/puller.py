@@ -33,7 +33,7 @@ class Puller:
         self._buffers: list[RegisteredMemory] = []
         self._owners: Sequence[Any] = ()
         self._places: dict[int, _Registration] = {}
-        """By the identity of the owner."""
+        """The registered memory. The key is the `id` of the object that owns the memory."""
 
     def buffers(self, count: int, nbytes: int) -> Sequence[RegisteredMemory]:
         if len(self._buffers) < count or self._buffers[0].nbytes < nbytes:

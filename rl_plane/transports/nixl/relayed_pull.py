@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
@@ -25,6 +24,8 @@ from rl_plane.protocol.versions import HostTensor, algorithm_of, tensor_digest
 from rl_plane.transports.nixl.channel import END_S, Channel, ChannelRead, ReadSource
 from rl_plane.transports.nixl.metadata_server import RelayOffer
 from rl_plane.transports.nixl.peer_link import Lost, News, Offered, PeerLink, Verified
+from rl_plane.transports.nixl.pull_context import PullContext
+from rl_plane.transports.nixl.puller import Puller
 from rl_plane.transports.nixl.reads import (
     PUBLISH,
     READ_S,
@@ -40,10 +41,6 @@ from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.transports.relay.chooser import BucketRead, Chooser
 from rl_plane.weights.hashed_copy import copy_hashed
 from rl_plane.weights.manifest import Manifest, PackedBucket, pack
-
-if TYPE_CHECKING:
-    from rl_plane.transports.nixl.puller import Puller
-    from rl_plane.transports.nixl.receiver import NixlTransport
 
 log = logging.getLogger("rl_plane.transports.nixl.receiver")
 
@@ -76,19 +73,19 @@ class Trainer:
     """The trainer, as it has answered."""
 
     connection: socket.socket
-    """Without blocking. It ends when the trainer dies, or withdraws the version."""
+    """The connection to the trainer. Its calls never block. It ends when the trainer dies, or withdraws the version."""
     source: ReadSource
     places: Sequence[Sequence[Piece]]
 
 
 @dataclass(slots=True)
-class _Source:
+class _SourceChannel:
     channel: Channel
     places: Sequence[Sequence[Piece]]
 
 
 @dataclass(slots=True)
-class _Flight:
+class _StartedBucket:
     """A read of one bucket, as a run of transfers."""
 
     read: BucketRead
@@ -126,7 +123,7 @@ class _Reading:
 
     chooser: Chooser
     puller: Puller
-    sources: dict[str, _Source]
+    sources: dict[str, _SourceChannel]
     offer: RelayOffer | None
     places: Mapping[str, memoryview]
     largest: int
@@ -138,7 +135,7 @@ class _Reading:
     """Slots of reads by UCX that have failed. Bytes may arrive in them at any later time."""
     left: list[Channel] = field(default_factory=list)
     """The channels to lost peers."""
-    flights: list[_Flight] = field(default_factory=list)
+    flights: list[_StartedBucket] = field(default_factory=list)
     checks: dict[Future[Sequence[tuple[str, HostTensor]] | None], tuple[BucketRead, RegisteredMemory]] = field(
         default_factory=dict
     )
@@ -149,7 +146,7 @@ class RelayedPull(PackedDelivery):
 
     def __init__(
         self,
-        transport: NixlTransport,
+        context: PullContext,
         manifest: Manifest,
         trainer: Trainer,
         plan: RelayPlan,
@@ -160,11 +157,11 @@ class RelayedPull(PackedDelivery):
         nbytes = min(max(total // (plan.shares * UNITS_OF_A_SHARE), least), most)
         manifest, trainer = _cut(manifest, trainer, nbytes)
         super().__init__(manifest, iter(()), refetchable=refetchable, close=self._end)
-        self._transport = transport
+        self._context = context
         self._trainer = trainer
         self._secret = trainer.source.secret
         self._plan = plan
-        self._limits = ReadLimits(min(transport.limits.nbytes, TRANSFER_BYTES), transport.limits.pieces)
+        self._limits = ReadLimits(min(context.limits.nbytes, TRANSFER_BYTES), context.limits.pieces)
         self._threads = ThreadPoolExecutor(1 + CHECKERS, thread_name_prefix="nixl relay")
         self._news: queue.SimpleQueue[News | _Free | _Wake] = queue.SimpleQueue()
         self._out: queue.SimpleQueue[_Arrived | BaseException] = queue.SimpleQueue()
@@ -192,7 +189,7 @@ class RelayedPull(PackedDelivery):
             link.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
         if not self._complete:
-            self._transport.end_relay()
+            self._context.end_relay()
         self._trainer.connection.close()
 
     # ---- the reading thread ----
@@ -205,7 +202,7 @@ class RelayedPull(PackedDelivery):
             finally:
                 clean = self._leave(reading)
             if clean:
-                self._transport.give_back(reading.puller)
+                self._context.give_back(reading.puller)
         except PlaneError as error:
             self._out.put(error)
         except Exception as error:  # nixl's errors have no common base
@@ -213,7 +210,7 @@ class RelayedPull(PackedDelivery):
 
     def _begin(self) -> _Reading:
         buckets = self._manifest.buckets
-        puller = self._transport.take(self._trainer.connection.getsockname()[0])
+        puller = self._context.take(self._trainer.connection.getsockname()[0])
         try:
             channel = self._channel(puller, self._trainer.source)
         except Exception as error:  # nixl's errors have no common base
@@ -226,7 +223,7 @@ class RelayedPull(PackedDelivery):
         return _Reading(
             Chooser(self._plan, [bucket.nbytes for bucket in buckets], time.monotonic()),
             puller,
-            {TRAINER: _Source(channel, self._trainer.places)},
+            {TRAINER: _SourceChannel(channel, self._trainer.places)},
             self._serve(places),
             places,
             largest,
@@ -250,7 +247,7 @@ class RelayedPull(PackedDelivery):
             return None
         buckets = [[places[placed.name] for placed in bucket.tensors] for bucket in self._manifest.buckets]
         try:
-            return self._transport.peer_source().relay(self._secret, buckets)
+            return self._context.peer_source().relay(self._secret, buckets)
         except Exception as error:  # nixl's errors have no common base
             log.warning("this worker gives nothing to its peers: %s", error)
             return None
@@ -300,7 +297,7 @@ class RelayedPull(PackedDelivery):
             case Offered(peer, source, places):
                 try:
                     checked = checked_places(places, self._manifest.buckets)
-                    reading.sources[peer] = _Source(self._channel(reading.puller, source), checked)
+                    reading.sources[peer] = _SourceChannel(self._channel(reading.puller, source), checked)
                 except Exception as error:  # nixl's errors have no common base
                     self._lose(reading, peer, str(error))
             case Verified(peer, buckets):
@@ -338,15 +335,15 @@ class RelayedPull(PackedDelivery):
                 reading.free.append(reading.made[-1])
                 reading.slots -= 1
             source = reading.sources[read.source]
-            limits = self._transport.limits if source.channel.by_tcp else self._limits
-            flight = _Flight(read, reading.free.pop(), split_reads(source.places[read.bucket], limits))
+            limits = self._context.limits if source.channel.by_tcp else self._limits
+            flight = _StartedBucket(read, reading.free.pop(), split_reads(source.places[read.bucket], limits))
             reading.flights.append(flight)
             self._advance(reading, flight)
             started = True
         return started
 
-    def _advance(self, reading: _Reading, flight: _Flight) -> None:
-        """Begins the next transfer of a flight. After the last one it has the bucket checked."""
+    def _advance(self, reading: _Reading, flight: _StartedBucket) -> None:
+        """Begins the next transfer of a bucket. After the last transfer it has the bucket checked."""
         _release(flight)
         pieces = next(flight.rest, None)
         if pieces is None:
@@ -381,7 +378,9 @@ class RelayedPull(PackedDelivery):
                 self._advance(reading, flight)
         return happened
 
-    def _failed(self, reading: _Reading, flight: _Flight, why: str, kind: type[PlaneError] = Unavailable) -> None:
+    def _failed(
+        self, reading: _Reading, flight: _StartedBucket, why: str, kind: type[PlaneError] = Unavailable
+    ) -> None:
         if flight.read.source == TRAINER:
             self._look()
             raise kind(f"the trainer: {why}", fix=PUBLISH)
@@ -389,7 +388,7 @@ class RelayedPull(PackedDelivery):
 
     # ---- what has come ----
 
-    def _arrived(self, reading: _Reading, flight: _Flight) -> None:
+    def _arrived(self, reading: _Reading, flight: _StartedBucket) -> None:
         reading.flights.remove(flight)
         read = flight.read
         reading.chooser.arrived(read, time.monotonic())
@@ -507,7 +506,7 @@ def _cut(manifest: Manifest, trainer: Trainer, nbytes: int) -> tuple[Manifest, T
     return replace(manifest, buckets=tuple(buckets)), replace(trainer, places=places)
 
 
-def _release(flight: _Flight) -> None:
+def _release(flight: _StartedBucket) -> None:
     transfer, flight.transfer = flight.transfer, None
     if transfer is not None:
         transfer.release()

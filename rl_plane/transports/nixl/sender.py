@@ -248,7 +248,7 @@ class NixlSender(KeepingSender, LendingSender, SharingSender):
             self._free.append(version.area)
 
     def _trim(self) -> None:
-        """Releases free memory, except where the next version of something that is kept would fit."""
+        """Releases free memory, except memory of the size of a kept version: the next version may fit into it."""
         kept = [one.nbytes for one in self._kept_areas()]
         for memory in [one for one in self._free if one.nbytes not in kept]:
             self._free.remove(memory)

@@ -1,1 +1,2 @@
-"""Every host a source: who reads which bucket from whom. Pure: no clock, no I/O."""
+"""Plans a relay, in which every host is a source: which host reads which bucket from which host. Pure: no clock, no
+I/O."""

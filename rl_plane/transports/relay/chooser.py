@@ -53,7 +53,7 @@ class BucketRead:
 
 
 @dataclass(slots=True)
-class _Source:
+class _SourceState:
     name: str
     share: int | None = None
     has: set[int] = field(default_factory=set)
@@ -90,8 +90,8 @@ class Chooser:
         """Buckets that are not verified yet."""
         self._flying: dict[int, set[str]] = {}
         """Bucket → the sources from which it comes, until it is verified."""
-        self._trainer = _Source(TRAINER)
-        self._peers = {peer.worker: _Source(peer.worker, share=peer.share) for peer in plan.peers}
+        self._trainer = _SourceState(TRAINER)
+        self._peers = {peer.worker: _SourceState(peer.worker, share=peer.share) for peer in plan.peers}
         start = self._first_turn(plan.share or 0)
         self._turn = (*range(start, len(sizes)), *range(start))
         """All buckets, from a place that differs for each worker: receivers that take the buckets of a lost peer from
@@ -270,7 +270,7 @@ class Chooser:
             if source.reading is not None and now - source.begun > long_s:
                 source.slow = True  # of the trainer: a peer may have got the bucket meanwhile
 
-    def _inherit(self, peer: _Source) -> None:
+    def _inherit(self, peer: _SourceState) -> None:
         """Takes a part of this peer's share from the trainer. The other receivers take the other parts."""
         if peer.share is None or self._plan.share is None:
             return
@@ -288,5 +288,5 @@ class Chooser:
         if not sources:
             self._flying.pop(read.bucket, None)
 
-    def _source(self, name: str) -> _Source:
+    def _source(self, name: str) -> _SourceState:
         return self._trainer if name == TRAINER else self._peers[name]

@@ -10,13 +10,13 @@ import pytest
 from rl_plane.protocol.generation import GenerateDelta, VersionSpan
 from rl_plane.protocol.prompt_tops import PromptPlace, PromptTops
 from rl_plane.protocol.token_batching import merged
+from tests.support.sent_parts import sent_parts
 from worker.generation_service import (
     MAX_PROMPT_BESIDE,
     MAX_TEXT,
     MAX_TOKEN_TEXTS,
     MAX_TOKENS,
     MAX_TOP_ROWS,
-    _in_parts,
 )
 
 
@@ -25,7 +25,7 @@ def span(start: int, end: int) -> VersionSpan:
 
 
 @pytest.mark.parametrize("count", [1, MAX_TOP_ROWS // 20, 2 * (MAX_TOP_ROWS // 20) + 5])
-def test_top_logprobs_of_many_tokens_go_in_several_messages(count: int) -> None:
+async def test_top_logprobs_of_many_tokens_go_in_several_messages(count: int) -> None:
     made = 100  # before these
     top = [((1 << 31) - 1, -1.5)] * 20
     whole = GenerateDelta(
@@ -38,7 +38,7 @@ def test_top_logprobs_of_many_tokens_go_in_several_messages(count: int) -> None:
         spans=[span(0, 40), span(40, made + count)],
         prompt_token_ids=[1],
     )
-    parts = list(_in_parts(whole, made))
+    parts = await sent_parts(whole, made)
     assert len(parts) == 1 + (count - 1) // (MAX_TOP_ROWS // 20)
     told = made
     for part in parts:
@@ -51,7 +51,7 @@ def test_top_logprobs_of_many_tokens_go_in_several_messages(count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["a", " " * 128])
-def test_the_texts_of_single_tokens_go_beside_their_tokens(text: str) -> None:
+async def test_the_texts_of_single_tokens_go_beside_their_tokens(text: str) -> None:
     count = 5000
     whole = GenerateDelta(
         token_ids=list(range(count)),
@@ -61,7 +61,7 @@ def test_the_texts_of_single_tokens_go_beside_their_tokens(text: str) -> None:
         finish_reason="length",
         spans=[span(0, count)],
     )
-    parts = list(_in_parts(whole, 0))
+    parts = await sent_parts(whole)
     assert len(parts) > 1
     for part in parts:
         assert part.token_texts is not None
@@ -74,7 +74,7 @@ def test_the_texts_of_single_tokens_go_beside_their_tokens(text: str) -> None:
 
 @pytest.mark.parametrize("logprobs", [True, False])
 @pytest.mark.parametrize("word", ["", " word", "…" * 30])
-def test_many_tokens_go_in_several_messages(logprobs: bool, word: str) -> None:
+async def test_many_tokens_go_in_several_messages(logprobs: bool, word: str) -> None:
     count, made = 200_000, 100
     whole = GenerateDelta(
         token_ids=[(1 << 31) - 1 - one for one in range(count)],
@@ -83,7 +83,7 @@ def test_many_tokens_go_in_several_messages(logprobs: bool, word: str) -> None:
         finish_reason="length",
         spans=[span(0, 40), span(40, made + count)],
     )
-    parts = list(_in_parts(whole, made))
+    parts = await sent_parts(whole, made)
     told = made
     for part in parts:
         assert len(msgpack.packb({"delta": part.model_dump()})) < 900_000
@@ -96,19 +96,19 @@ def test_many_tokens_go_in_several_messages(logprobs: bool, word: str) -> None:
 
 
 @pytest.mark.parametrize("length", [MAX_PROMPT_BESIDE, MAX_PROMPT_BESIDE + 1])
-def test_a_long_prompt_goes_ahead_of_its_tokens(length: int) -> None:
+async def test_a_long_prompt_goes_ahead_of_its_tokens(length: int) -> None:
     whole = GenerateDelta(token_ids=[1, 2], spans=[span(0, 2)], prompt_token_ids=[7] * length)
-    *ahead, last = _in_parts(whole, 0)
+    *ahead, last = await sent_parts(whole)
     assert [(one.is_ahead, one.prompt_token_ids) for one in ahead] == (
         [(True, [7] * length)] if length > MAX_PROMPT_BESIDE else []
     )
     assert merged([*ahead, last]) == whole
     scored = whole.model_copy(update={"prompt_logprobs": [None] + [-1.0] * (length - 1)})
-    assert list(_in_parts(scored, 0)) == [scored]
+    assert await sent_parts(scored) == [scored]
 
 
 @pytest.mark.parametrize("places", [3, 60_000])
-def test_a_prompts_likeliest_tokens_and_texts_go_ahead_if_they_are_many(places: int) -> None:
+async def test_a_prompts_likeliest_tokens_and_texts_go_ahead_if_they_are_many(places: int) -> None:
     row = PromptPlace(1, [(token, -float(token)) for token in range(20)])
     facts: dict[str, Any] = {
         "prompt_tops": PromptTops.of(20, [row] * places),
@@ -122,7 +122,7 @@ def test_a_prompts_likeliest_tokens_and_texts_go_ahead_if_they_are_many(places: 
         prompt_logprobs=[None] + [-1.0] * places,
         **facts,
     )
-    *ahead, last = _in_parts(whole, 0)
+    *ahead, last = await sent_parts(whole)
     assert len(ahead) > 10 if places > 3 else not ahead
     for part in (*ahead, last):
         assert len(msgpack.packb({"delta": part.model_dump()})) < 1_000_000

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from rl_plane._util.extras import missing_module
+from rl_plane._util.extras import EXTRA_OF_MODULE, missing_module
 from rl_plane.cli import main
 from rl_plane.cli.output import one_line
 from rl_plane.cli.settings import SETTINGS
+from tests.support.paths import ROOT
 
 COMMANDS = ["up", "nats", "worker", "frontend", "state", "workers", "pause", "resume", "update", "check"]
 COMMANDS += ["events", "rollback", "abort", "complete", "updates", "enable", "disable", "publish", "demo"]
@@ -126,11 +128,21 @@ def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
         ("yaml", "pip install 'rl-plane[worker]'"),
         ("starlette", "pip install 'rl-plane[frontend]'"),
         ("matplotlib", "pip install 'rl-plane[demo]'"),
+        ("peft.tuners", "pip install 'rl-plane[hf]'"),
+        ("numba", "pip install 'rl-plane[publish]'"),
+        ("nixl", "pip install 'rl-plane[nixl]'"),
         ("something_else", "pip install something_else"),
     ],
 )
 def test_a_missing_module_names_the_extra(module: str, fix: str) -> None:
     assert missing_module(ModuleNotFoundError(name=module)).facts["fix"] == fix
+
+
+def test_each_extra_that_an_error_names_can_be_installed() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(EXTRA_OF_MODULE.values()) <= extras.keys()
+    for module in ("peft", "numba", "nixl", "torch", "blake3", "vllm"):
+        assert any(one.startswith(module) for one in extras[EXTRA_OF_MODULE[module]]), module
 
 
 def test_a_missing_extra_ends_a_command_in_one_line(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_state_is_a_table_or_json(facade: Facade, capsys: pytest.CaptureFixture[
     assert "Authorization" not in facade.asked[0]["headers"]
 
 
-def test_state_tells_of_the_update_that_runs(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_shows_the_running_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
     update = {
         "update_id": "u1",
         "label": "step_4",
@@ -559,7 +559,7 @@ def test_a_redirect_does_not_take_the_key_along(facade: Facade, capsys: pytest.C
         other.close()
 
 
-def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_that_no_frontend_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         assert main.run(["state", "--url", f"http://127.0.0.1:{free.getsockname()[1]}"]) == 1

@@ -93,7 +93,7 @@ def test_all_services_run_our_image(services: dict[str, Any]) -> None:
         assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
 
 
-def test_the_fleet_checks_its_health_and_comes_back(services: dict[str, Any]) -> None:
+def test_the_fleet_checks_its_health_and_restarts(services: dict[str, Any]) -> None:
     assert {name for name, service in services.items() if "profiles" not in service} == FLEET
     for name in (*FLEET, "worker-2"):
         assert services[name]["healthcheck"]["test"][0] == "CMD"  # podman-compose breaks CMD-SHELL
@@ -156,7 +156,7 @@ def test_smoke_services_are_the_only_profiles(services: dict[str, Any]) -> None:
     assert set(PROFILES) == set(SMOKE)
 
 
-def test_the_variables_of_the_smoke_are_those_that_it_reads(services: dict[str, Any]) -> None:
+def test_the_smoke_reads_each_of_its_variables(services: dict[str, Any]) -> None:
     source = (ROOT / "deploy" / "smoke" / "__main__.py").read_text()
     example = (ROOT / "deploy" / "env.example").read_text()
     for name in SMOKE_VARIABLES:

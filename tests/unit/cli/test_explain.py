@@ -162,7 +162,7 @@ def test_missing_workers_that_never_came_are_counted() -> None:
     assert explain(known(expected=3), None).now.startswith("ready, running, 0 of 3 workers")
 
 
-def test_a_lost_nats_hides_what_nobody_could_ask() -> None:
+def test_a_lost_nats_hides_the_silence_of_workers() -> None:
     nats = {**NATS, "connected": False, "lost_s": 9.0}
     facts = known(silent_row(ONE), silent_row(TWO), about={"nats": nats}, expected=3)
     found = only(facts)
@@ -183,10 +183,10 @@ def test_a_pause_says_who_asked_and_when_it_ends() -> None:
     assert "rl-plane resume" in found.fix
 
 
-def test_a_lock_that_is_held_for_long_names_its_holder() -> None:
+def test_the_finding_about_a_long_lock_names_its_holder() -> None:
     lock = {"owner": "train.py@gpu3:4711", "held_s": 40.0}
     found = only(known(worker_row(), about={"lock": lock}, processes={("gpu3", 4711): STOPPED}))
-    assert "is held by train.py@gpu3:4711 since 40 s" in found.cause
+    assert "has belonged to train.py@gpu3:4711 for 40 s" in found.cause
     assert "kill -CONT 4711" in found.fix
     assert findings(known(worker_row(), about={"lock": {**lock, "held_s": 0.1}})) == []
 

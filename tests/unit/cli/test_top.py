@@ -163,7 +163,7 @@ def test_the_screen_of_an_update_and_of_workers_that_need_a_look() -> None:
     assert f"{'d' * 16} left 12 s ago: SIGKILL: it was killed" in text
 
 
-def test_a_frontend_that_is_lost_is_told_beside_the_last_state() -> None:
+def test_top_shows_a_lost_frontend_beside_the_last_state() -> None:
     text = shown(facts(state(row(ID_A)), lost_since="09:40:00", lost_s=67.0, why="no frontend answers"))
     assert "no answer since 09:40:00 (67 s), trying again: no frontend answers" in text
     assert ID_A in text
@@ -182,7 +182,7 @@ def test_a_screen_fits_its_terminal_and_can_not_be_written_over() -> None:
     assert "[red]" in text, "it is no markup"
 
 
-def test_what_is_made_per_second_is_told_by_version() -> None:
+def test_top_shows_the_tokens_per_second_of_each_version() -> None:
     before = WorkCounts.of(state(row(ID_A, tokens_made=100), row(ID_B, tokens_made=50, requests_ended=2)), 1.0)
     other = {**VERSION, "label": "step_4"}
     after = WorkCounts.of(

@@ -133,14 +133,14 @@ async def test_a_silent_worker_is_waited_for_until_its_lease_has_ended() -> None
     assert not fleet.holds(Snapshot(1, "print", (member("a", "1"),)))
     assert fleet.holds(Snapshot(1, "print", (member("a", "2"),))), "another process knows the decision"
     await fleet.coordinator.carry_out(WaitSilent({}, ["f"]))
-    assert not fleet.holds(Snapshot(1, "print", ())), "a frontend that is gone can't be told from a silent one"
+    assert not fleet.holds(Snapshot(1, "print", ())), "a dead frontend can't be distinguished from a silent one"
     fleet.clock += SERVING_LEASE_S + LEASE_MARGIN_S
     await fleet.coordinator.carry_out(WaitSilent({"a": "1"}, []))
     assert len(fleet.waits) == 2, "the time is over"
 
 
 class ReceivingFleet(Fleet):
-    """`a` refuses at once. `b` receives until it is told to stop. `c` hangs."""
+    """`a` refuses at once. `b` receives until it is stopped. `c` hangs."""
 
     def __init__(self, refusal: PlaneError) -> None:
         members = [member(key, f"i{key}") for key in "abc"]
@@ -181,7 +181,7 @@ async def test_a_refusal_that_decides_an_update_stops_the_workers_that_receive(
         ("c", True),
     ]
     assert "has not answered" in str(event.replies[2].error)
-    # The workers that were told to stop are not the cause.
+    # The stopped workers are not the cause.
     kind = type(refusal) if policy.on_prepare_failure == "abort" else UpdateAborted
     with pytest.raises(kind):
         evaluate_prepare(event.replies, set("abc"), policy, None)

@@ -89,7 +89,7 @@ def test_after_the_decision_the_phase_says_what_it_waits_for() -> None:
     assert found["waits_for"] == "the workers and frontends to learn the decision"
 
 
-def test_before_its_entry_is_written_only_the_lock_tells() -> None:
+def test_before_an_update_writes_its_entry_only_the_lock_describes_it() -> None:
     just_locked = {key: value for key, value in HOLDER.items() if not key.startswith("phase")}
     found = running("u", just_locked, None, None, NOW)
     assert (found["phase"], found["label"], found["began_at"], found["elapsed_s"]) == ("survey", "", None, 0.0)

@@ -106,7 +106,7 @@ def test_a_version_that_all_workers_fail_is_never_opened_and_the_version_before_
 
 
 @pytest.mark.parametrize("keys", ["", "ab"])
-def test_the_answer_names_how_many_workers_serve_the_version_that_came_back(keys: str) -> None:
+def test_the_answer_counts_the_workers_that_serve_the_restored_version(keys: str) -> None:
     error = with_canary(scored(-5.0, -5.0, -5.0), watch=serving(keys)).error(CanaryFailed)
     assert error.facts["serving"] == [*keys]
     if keys:
@@ -136,7 +136,7 @@ def test_if_no_earlier_version_can_return_the_failed_one_stays_and_no_worker_ser
         assert len(driver.all(Write, "decide")) == 1
         assert driver.one(Write, "decide").record.fallback is None
         assert error.facts["excluded"] == ["a", "b", "c"]
-        assert [one.timeout_s for one in driver.all(Watch)] == [0.0], "nobody heals from that"
+        assert [one.timeout_s for one in driver.all(Watch)] == [0.0], "no worker heals from that"
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -243,7 +243,7 @@ def test_a_silent_worker_is_not_asked_again_once_another_one_has_scored() -> Non
     assert driver.phases[:7] == [*WHOLE[:6], "decide"]
 
 
-def test_asked_again_an_update_that_stays_unserved_tells_why() -> None:
+def test_a_repeated_update_that_no_worker_serves_reports_why() -> None:
     left = left_by_a_dead_coordinator("exclude")
     driver = Driver(
         UpdateCommand("update", "u9", body()), left, commit=scored(-5.0, -5.0, -5.0), watch=serving("")
@@ -252,7 +252,7 @@ def test_asked_again_an_update_that_stays_unserved_tells_why() -> None:
     assert error.facts["canary"]["action"] == "exclude"
 
 
-def test_a_canary_that_the_engines_can_not_score_touches_nobody() -> None:
+def test_a_canary_that_the_engines_can_not_score_changes_no_worker() -> None:
     policy = {"canary": CANARY}
     assert Driver(update(policy=policy)).error(Unsupported).facts["field"] == "policy.canary"
     driver = with_canary(None)

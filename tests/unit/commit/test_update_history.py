@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +19,7 @@ from rl_plane.errors import (
 from rl_plane.membership.core import Member
 from rl_plane.protocol import update_requests, validation
 from rl_plane.protocol.record import DecisionRecord, UpdateSession, VersionSource
+from rl_plane.protocol.update_requests import SHOWN_AS_ASKED, UpdateWeights
 from rl_plane.protocol.versions import WeightVersion
 
 if TYPE_CHECKING:
@@ -41,6 +42,21 @@ def committed(sequence: int, label: str = "", digest: str = DIGEST, run: str = "
 
 def member(instance_id: str, model_path: str) -> Member:
     return Member(instance_id, "i", "s", 1, 1, {"model_path": model_path})
+
+
+def test_the_history_shows_the_fields_of_a_request_by_their_names() -> None:
+    assert set(SHOWN_AS_ASKED) <= UpdateWeights.model_fields.keys()
+    assert not set(SHOWN_AS_ASKED) & {each.name for each in fields(UpdateEntry)}, "the entry's own field would win"
+    manifest = {"buckets": [1, 2]}
+    transport = {"backend": "gloo", "manifest": manifest}
+    body = UpdateWeights.model_validate({"transport": transport, "version": "step_7", "step": 7, "cast": True})
+    entry = UpdateEntry.of("u", body)
+    assert UpdateEntry.decode(entry.encode()).asked == entry.asked
+    wire = entry.to_wire()
+    assert (wire["step"], wire["label"], wire["cast"], wire["num_buckets"]) == (7, "step_7", True, 2)
+    assert wire["transport"] == {"backend": "gloo"}
+    assert "asked" not in wire
+    assert "step" not in UpdateEntry.of("u", body.model_copy(update={"step": None})).to_wire()
 
 
 def test_an_entry_survives_its_encoding() -> None:

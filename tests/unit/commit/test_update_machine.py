@@ -108,7 +108,9 @@ def test_a_whole_update() -> None:
     assert driver.one(Write, "open").record == decided.opened(), "with the fence of its decision"
     opened = driver.one(Announce, "open")
     assert (opened.record, opened.sequence) == (decided.opened(), 27)
-    assert driver.one(Watch) == Watch(decided, 0.0), "nobody is waited for: the workers say what they serve"
+    assert driver.one(Watch) == Watch(decided, 0.0), (
+        "the coordinator waits for no worker: they say what they serve"
+    )
     assert (outcome.version, outcome.excluded) == (made, [])
     assert [reply.instance_id for reply in outcome.replies] == ["a", "b", "c"]
 
@@ -131,7 +133,7 @@ def test_the_policys_times_and_modes_reach_the_workers() -> None:
     assert (decided.pause_mode, decided.source.cast) == ("wait", True)
 
 
-def test_kv_is_kept_over_new_base_weights_only() -> None:
+def test_only_an_update_of_the_base_weights_keeps_kv() -> None:
     lora: dict[str, Any] = {"target": {"kind": "lora", "name": "a", "op": "load"}}
     for more, kv in (({}, "keep"), (lora, "recompute")):
         driver = Driver(update(policy={"kv": "keep"}, **more))
@@ -185,7 +187,7 @@ def test_a_pinned_fleet_that_changed_is_not_updated() -> None:
     assert driver.phases == [*WHOLE[:3], "recheck", *WHOLE[3:]]
 
 
-def test_a_failed_prepare_aborts_on_all_and_tells_of_each() -> None:
+def test_a_failed_prepare_aborts_on_all_workers_and_reports_each() -> None:
     driver = Driver(update(), prepare=prepared_rows(bad("b", EngineFailed("no room"))))
     error = driver.error(UpdateAborted)
     assert "no room" in error.message
@@ -232,13 +234,13 @@ def test_an_update_with_inconsistent_prepare_replies_is_never_decided(
     assert driver.record == R0
 
 
-def test_a_stated_digest_that_fits_is_told_to_the_workers() -> None:
+def test_the_workers_get_a_stated_digest_that_fits() -> None:
     driver = Driver(update(digest=NEW))
     driver.outcome()
     assert driver.one(SendOp, "prepare").body["digest"] == NEW
 
 
-def test_with_nobody_there_nothing_is_decided() -> None:
+def test_an_update_without_workers_is_not_decided() -> None:
     driver = Driver(update())
     driver.members = {}
     driver.error(NoWorkers)
@@ -246,7 +248,7 @@ def test_with_nobody_there_nothing_is_decided() -> None:
     driver = Driver(update(), None)
     driver.reports = [report("a", None)]
     driver.error(NoWorkers)
-    assert driver.phases == ["survey"], "nobody has fixed sequence 0"
+    assert driver.phases == ["survey"], "no record has fixed sequence 0"
 
 
 def test_a_worker_that_left_before_its_prepare_aborts_the_update() -> None:
@@ -346,7 +348,7 @@ def test_equal_bytes_under_another_label_make_the_chain_no_longer(encoding: str)
     assert decided.source == replace(committed.source, keep_staged=True)
 
 
-def test_a_delta_of_another_version_than_the_committed_one_touches_nobody() -> None:
+def test_a_delta_of_a_version_that_is_not_committed_changes_no_worker() -> None:
     driver = Driver(update(**{**DELTA, "base": NEW}), FULL)
     assert driver.error(NotAtBase).facts["base"] == OLD.digest
     assert driver.all(SendOp, "prepare") == []
@@ -495,8 +497,8 @@ def test_strict_opens_only_when_the_silent_have_left_or_lost_their_leases() -> N
     driver = Driver(update(), gate=told, watch=serving("a"))
     outcome = driver.outcome()
     assert driver.phases == [*WHOLE[:6], "leases", *WHOLE[6:]]
-    assert driver.one(WaitSilent) == WaitSilent({"b": "ib", "d": "id"}, ["f1"]), "the dead serve nobody"
-    assert list(driver.one(SendOp, "commit").workers) == ["a"], "nobody swaps who is not gated"
+    assert driver.one(WaitSilent) == WaitSilent({"b": "ib", "d": "id"}, ["f1"]), "dead workers serve no request"
+    assert list(driver.one(SendOp, "commit").workers) == ["a"], "no worker swaps that is not gated"
     assert outcome.excluded == ["b", "c", "d"]
     assert {reply.instance_id: reply.ok for reply in outcome.replies} == {
         "a": True,
@@ -512,7 +514,7 @@ def test_strict_opens_only_when_the_silent_have_left_or_lost_their_leases() -> N
     assert "leases" not in driver.phases
 
 
-def test_a_new_process_is_not_told_to_swap_what_it_has_not_staged() -> None:
+def test_the_commit_skips_a_new_process_that_has_staged_nothing() -> None:
     members = {**MEMBERS, "b": "another"}
     driver = Driver(update(), gate=RecordAcks(members, [ok(key) for key in members], []))
     driver.outcome()
@@ -524,7 +526,9 @@ def test_a_worker_that_does_not_serve_the_version_at_the_end_is_excluded() -> No
     driver = Driver(update(), commit=broken, watch=serving("ac"))
     outcome = driver.outcome()
     assert outcome.excluded == ["b"]
-    assert [reply.instance_id for reply in outcome.replies if not reply.ok] == ["b"], "why, as the commit has told"
+    assert [reply.instance_id for reply in outcome.replies if not reply.ok] == ["b"], (
+        "why, as the commit has reported"
+    )
     driver = Driver(update(), commit=broken)
     outcome = driver.outcome()
     assert outcome.excluded == [], "it has swapped by itself since"
@@ -551,7 +555,7 @@ def test_too_few_serving_workers_are_watched_once_and_are_then_a_conflict(at_las
     assert [watch.timeout_s for watch in driver.all(Watch)] == [0.0, 60.0]
 
 
-def test_who_holds_another_version_does_not_serve_it() -> None:
+def test_a_worker_with_another_version_does_not_count_as_serving() -> None:
     Driver(update(), gate=LOST, watch=states(R0, "abc")).error(Conflict)
     other = WeightVersion("run-1", 1, "new", "other")
     Driver(update(), gate=LOST, watch=states(replace(R1, version=other), "abc")).error(Conflict)

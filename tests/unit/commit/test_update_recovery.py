@@ -92,7 +92,7 @@ def test_a_worker_that_only_the_unfinished_update_closed_counts_again_once_it_is
     assert driver.phases[-3:] == ["begin", "prepare", "abort"]
 
 
-def test_under_the_same_id_an_update_answers_with_the_outcome_of_the_one_that_was_decided() -> None:
+def test_a_repeated_update_returns_the_outcome_of_the_decided_update_with_its_id() -> None:
     commit = Answered([ok("a"), ok("b"), lost("c")])
     driver = Driver(UpdateCommand("update", "u1", body()), R1, commit=commit, watch=serving("ab"))
     outcome = driver.outcome()
@@ -227,6 +227,6 @@ def test_a_new_run_needs_every_workers_word(other: WorkerReply) -> None:
     driver.error(Conflict)
 
 
-def test_a_new_run_that_nobody_serves_is_no_success() -> None:
+def test_a_new_run_that_no_worker_serves_is_no_success() -> None:
     driver = new_run(watch=states(R1, "abc"))
     driver.error(Conflict)

@@ -103,7 +103,7 @@ def test_an_uncertain_session_is_ended_before_its_staged_weights_are_aborted() -
     assert driver.phases[-2:] == ["session", "session"], "what it names stays staged: it may be completed"
 
 
-def test_what_is_prepared_is_completed_by_anybody() -> None:
+def test_any_caller_completes_a_prepared_update() -> None:
     call = prepare(policy={"barrier": "strict", "pause_mode": "abort"})
     driver = with_session(UpdateCommand("complete", ""), session_of(call))
     outcome = driver.outcome()
@@ -117,7 +117,7 @@ def test_what_is_prepared_is_completed_by_anybody() -> None:
     assert outcome.excluded == []
 
 
-def test_what_completes_an_update_may_say_that_kv_is_kept() -> None:
+def test_a_call_that_completes_an_update_may_choose_kept_kv() -> None:
     cases: list[tuple[KvPolicy | None, str]] = [(None, "recompute"), ("keep", "keep")]
     for said, kv in cases:
         driver = with_session(UpdateCommand("complete", "", kv=said), session_of(prepare()))
@@ -209,7 +209,9 @@ def test_a_complete_call_waits_for_pushed_weights_and_commits_them() -> None:
     assert (asked.op, asked.body["update_id"], asked.body["transport"]) == ("prepare_update", "u9", PUSH)
     decided = driver.one(Write, "decide").record
     assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
-    assert decided.source == VersionSource({"backend": "gloo"}, refetchable=False), "nobody fetches by a manifest"
+    assert decided.source == VersionSource({"backend": "gloo"}, refetchable=False), (
+        "no worker fetches by a manifest"
+    )
     assert outcome.excluded == []
 
 
@@ -391,7 +393,7 @@ def test_what_is_decided_is_neither_aborted_nor_named_nor_prepared_again() -> No
 
 
 @pytest.mark.parametrize("kind", ["update", "finish"])
-def test_the_session_of_a_decided_update_keeps_nobody_waiting(kind: Any) -> None:
+def test_the_session_of_a_decided_update_delays_no_call(kind: Any) -> None:
     driver = with_session(UpdateCommand(kind, "u10", body()), SESSION, DECIDED)
     driver.outcome()
     assert driver.phases[:3] == ["survey", "clear", "gate"]

@@ -60,7 +60,7 @@ def test_a_completion_is_of_a_version_only_if_each_token_says_so() -> None:
 
 
 class Server:
-    """Gives the answers in order, and raises those that are exceptions. The last answer repeats."""
+    """Gives the answers in order, and raises an answer that is an exception. The last answer repeats."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)

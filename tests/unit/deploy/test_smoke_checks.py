@@ -36,7 +36,7 @@ def test_mismatch_kl_is_that_of_prime_rl() -> None:
     )
 
 
-def test_a_run_must_tell_right_weights_from_wrong_ones() -> None:
+def test_a_run_must_distinguish_right_weights_from_wrong_weights() -> None:
     near, far = apart(0.001, -0.001), apart(0.1)
     assert mismatch_kl([near]) < AIM < mismatch_kl([far])
     assert "over 2 tokens" in Measured([near], [far]).check()

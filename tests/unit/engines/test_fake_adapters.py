@@ -72,7 +72,7 @@ def test_make_fake_adapter(base: Path, loras: list[Path], tmp_path: Path) -> Non
     assert (wide / "adapter_model.safetensors").stat().st_size > 2 * 4 * (2 * 256)
 
 
-async def test_tokens_tell_the_adapter_too(base: Path, loras: list[Path]) -> None:
+async def test_tokens_depend_on_the_adapter_too(base: Path, loras: list[Path]) -> None:
     engine = await started(base)
     digest, adapter = model_digest(base), adapter_digest(loras[0])
     before = tokens(await drain(engine.generate(ask())))

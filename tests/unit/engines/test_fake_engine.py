@@ -160,7 +160,7 @@ def test_make_fake_model(tmp_path: Path) -> None:
 # generation
 
 
-async def test_tokens_tell_the_weights(base: Path) -> None:
+async def test_tokens_depend_on_the_weights(base: Path) -> None:
     engine = await started(base)
     deltas = await drain(engine.generate(ask(max_tokens=8, logprobs=True)))
     digest = model_digest(base)
@@ -176,7 +176,7 @@ async def test_tokens_tell_the_weights(base: Path) -> None:
     assert engine.load() == (0, 0)
 
 
-async def test_prompt_logprobs_tell_the_weights_of_the_first_token(base: Path, new: Path) -> None:
+async def test_prompt_logprobs_depend_on_the_weights_of_the_first_token(base: Path, new: Path) -> None:
     engine = await started(base)
     await engine.pause("keep", False)
     task = asyncio.create_task(drain(engine.generate(ask(max_tokens=3, prompt_logprobs=True))))
@@ -278,7 +278,7 @@ async def test_the_longest_request_that_fits(base: Path) -> None:
     assert len(await drain(engine.generate(ask(max_tokens=5)))) == 5
 
 
-async def test_stop_tokens_are_part_of_what_comes_back(base: Path) -> None:
+async def test_the_tokens_of_a_reply_include_its_stop_token(base: Path) -> None:
     engine = await started(base)
     all_tokens = tokens(await drain(engine.generate(ask(max_tokens=6))))
     stop = all_tokens[2]

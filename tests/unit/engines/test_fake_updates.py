@@ -262,7 +262,7 @@ async def test_discarded_weights_are_gone(base: Path, new: Path) -> None:
         await engine.swap(staged, version(1, new))
 
 
-async def test_the_engine_goes_on_while_weights_are_discarded(base: Path) -> None:
+async def test_the_engine_generates_while_it_discards_weights(base: Path) -> None:
     engine = await started(base)
     begun, go_on = threading.Event(), threading.Event()
 

@@ -19,7 +19,7 @@ from worker.engines.common.spans import Label
 BOUND_S = 30.0
 
 
-async def test_close_ends_the_inputs_that_are_computed_and_those_that_wait(
+async def test_close_ends_the_computed_and_the_waiting_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from worker.engines.hf.pooling_engine import HfPoolingEngine  # it imports transformers
@@ -45,7 +45,7 @@ async def test_close_ends_the_inputs_that_are_computed_and_those_that_wait(
     first = ask(1)
     assert await asyncio.to_thread(computing.wait, BOUND_S)
     second = ask(2)
-    while not engine._queue:  # noqa: ASYNC110 - no event tells that the input waits
+    while not engine._queue:  # noqa: ASYNC110 - no event shows that the input waits
         await asyncio.sleep(0)
     await engine.close()
     may_end.set()

@@ -22,7 +22,6 @@ from worker.engines.common.rank_holder import RankHolder
 from worker.engines.sglang.holder import SglangHolder
 from worker.engines.vllm.holder import VllmHolder
 from worker.receive.host_agent.holder import HostHolder
-from worker.receive.rank_agents.host_areas import MappedWeights
 from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.staging import TIE_FIX, receive
 from worker.receive.staging_area import MappedArea, StagingArea
@@ -72,15 +71,18 @@ def refuse(runner: Any) -> None:
     raise Unsupported("SGLang refuses weight updates", field="engine", fix="start it otherwise")
 
 
-def holder_of(
-    kind: str, directory: Path, runner: Runner, check: Callable[[Any], None] = accept, **shape: int
-) -> Any:
+@pytest.fixture(autouse=True)
+def _sglang_takes_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engines.sglang.holder.check_updates", accept)
+
+
+def holder_of(kind: str, directory: Path, runner: Runner, **shape: int) -> Any:
     model = make_tiny_model(directory / "model", 1, "bfloat16", **shape)
     if kind == "vllm":
         return VllmHolder(model, directory, runner, False, {})
     updater = SimpleNamespace(_select_runners=lambda: [("target", runner)])
     tp_worker = SimpleNamespace(model_runner=runner)
-    return SglangHolder(model, SimpleNamespace(tp_worker=tp_worker, weight_updater=updater), check)
+    return SglangHolder(model, SimpleNamespace(tp_worker=tp_worker, weight_updater=updater))
 
 
 def save_config(directory: Path, **options: Any) -> None:
@@ -94,7 +96,7 @@ def loaded(holder: RankHolder, runner: Runner, delivery: Delivery, cast: bool = 
     host = HostHolder(Path(), ModelDescription(holder.spec.tensors, holder.spec.tied, ("cpu",)))
     area = StagingArea.for_specs(delivery.specs, shared=True)
     receive(host, delivery, cast=cast, expected_digest=None, cancelled=never, area=area)
-    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), cast, None))
+    holder.take(MappedArea(area.descriptor, area.layout))
     area.close()
     found: dict[str, torch.Tensor] = {}
     runner.model.loads = lambda tensors: found.update((name, one.clone()) for name, one in tensors.items())
@@ -109,7 +111,7 @@ def test_a_check_is_of_what_the_last_load_has_put_in_place(tmp_path: Path, kind:
 
     def load(tensors: dict[str, torch.Tensor]) -> None:
         runner.model.loads = lambda _: runner.model.put(tensors)
-        holder.overwrite(checkpoint(tmp_path / "model"), False, never)
+        holder.overwrite(checkpoint(tmp_path / "model"), never)
 
     before = holder.checks.checksum()
     holder.checks.snapshot()
@@ -124,17 +126,18 @@ def test_a_check_is_of_what_the_last_load_has_put_in_place(tmp_path: Path, kind:
     assert holder.checks.compare() == ["bias"]
 
 
-def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path) -> None:
+def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engines.sglang.holder.check_updates", refuse)
     runner = Runner(torch.device("cpu"))
     runner.model.loads = lambda tensors: pytest.fail("it loads")
-    holder = holder_of("sglang", tmp_path, runner, refuse)
+    holder = holder_of("sglang", tmp_path, runner)
     before = holder.checks.checksum()
     area = StagingArea.for_specs(holder.spec.tensors, shared=True)
-    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), False, None))
+    holder.take(MappedArea(area.descriptor, area.layout))
     with pytest.raises(Unsupported):
         holder.swap()
     with pytest.raises(Unsupported):
-        holder.overwrite(checkpoint(tmp_path / "model"), False, never)
+        holder.overwrite(checkpoint(tmp_path / "model"), never)
     assert holder.checks.checksum() == before
     area.close()
 
@@ -166,16 +169,16 @@ def test_weights_are_written_on_the_ranks_own_gpu_between_two_steps(
     area = StagingArea.for_specs(holder.spec.tensors, shared=True)
     for name, tensor in checkpoint(tmp_path / "model"):
         area.put(name, tensor)
-    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), False, None))
+    holder.take(MappedArea(area.descriptor, area.layout))
     assert holder.swap(), "something refers to the map still"
     assert calls == whole
     held: list[Any] = []
     runner.model.loads = lambda tensors: held.append(tensors)
-    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), False, None))
+    holder.take(MappedArea(area.descriptor, area.layout))
     assert not holder.swap(), "a model that holds what it has loaded holds the memory"
     runner.model.loads = lambda tensors: calls.append(("load", sorted(tensors)))
     calls.clear()
-    holder.overwrite(checkpoint(tmp_path / "model"), False, lambda: False)
+    holder.overwrite(checkpoint(tmp_path / "model"), lambda: False)
     assert calls == whole
 
 

@@ -355,7 +355,7 @@ async def test_a_restarted_request_asks_only_for_the_remaining_tokens(feeder: Fe
 
 
 async def test_one_number_of_likeliest_tokens_serves_prompt_and_reply() -> None:
-    """SGLang takes one number for both, and tells no rank of a token that is none of the likeliest."""
+    """SGLang takes one number for both, and gives no rank of a token that is none of the likeliest."""
     wanted = ask([1, 2, 3], logprobs=True, top_logprobs=1, prompt_logprobs=True, prompt_top_logprobs=2)
     stream = SglangStream(wanted, [1, 2, 3], frozenset(), Experts(1, 1, 1))
     tops = [(-0.5, 2, None), (-1.0, 9, None), (-2.0, 8, None)]

@@ -109,7 +109,7 @@ class RunningProcess(SglangProcess):
 
 @pytest.fixture
 def parallel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The place of the next rank that is built, as SGLang tells it. It is the first stage of a pipeline until then."""
+    """The place of the next rank that is built, as SGLang gives it. It is the first stage of a pipeline until then."""
     found = SimpleNamespace(dp_rank=None, pp_rank=0, pp_size=2, tp_rank=0, tp_size=1)
     context = SimpleNamespace(get_parallel=lambda: found)
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
@@ -200,7 +200,7 @@ async def test_the_error_of_any_stage_is_raised_with_the_rows_of_all(
         (ValueError("it is wrong"), EngineFailed, "engine_failed"),
     ],
 )
-def test_a_rank_that_refuses_updates_also_tells_sglang_and_keeps_its_cache(
+def test_a_rank_that_refuses_updates_reports_it_to_sglang_and_keeps_its_cache(
     tmp_path: Path, build: Callable[[], OneRank], op: str, error: Exception, kind: type[PlaneError], code: str
 ) -> None:
     rank = build()

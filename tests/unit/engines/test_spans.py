@@ -94,7 +94,7 @@ def received(deltas: list[GenerateDelta]) -> list[VersionSpan]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_joined_deltas_tell_the_same(seed: int) -> None:
+def test_joined_deltas_have_the_same_spans(seed: int) -> None:
     pick = random.Random(seed)
     log, deltas, labels = SpanLog(), [], [BASE]
     for number in range(30):

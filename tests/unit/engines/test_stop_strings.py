@@ -52,7 +52,7 @@ def test_a_streamed_text_stops_where_the_whole_text_would() -> None:
         )
         text, said, made, found, left = ReplyText(Letters(texts), request, [1]), "", 0, None, list(ids)
         while left and found is None:
-            if source.random() < 0.2:  # another worker goes on with it
+            if source.random() < 0.2:  # another worker continues it
                 rest = {"continued": made, "min_tokens": max(0, min_tokens - made)}
                 text = ReplyText(Letters(texts), request.model_copy(update=rest), [1, *ids[:made]])
             count = source.randrange(1, len(left) + 1)
@@ -66,21 +66,21 @@ def test_a_streamed_text_stops_where_the_whole_text_would() -> None:
 @pytest.mark.parametrize(
     ("stops", "tokens", "told"),
     [
-        (["xy"], ["a", "x", "b"], ["a", "", "xb"]),  # what may begin one is held back
+        (["xy"], ["a", "x", "b"], ["a", "", "xb"]),  # the reply withholds text that may begin one
         (["xy"], ["a", "x", ""], ["a", "", "x"]),  # until the end
-        (["b", "xbc"], ["x", "bc"], ["", "x"]),  # the one that ends first
+        (["b", "xbc"], ["x", "bc"], ["", "x"]),  # the stop string that ends first
         (["b", "xb"], ["a", "xb"], ["a", ""]),  # of two that end together, the longer
         (["é"], ["a", "éb"], ["a", ""]),
     ],
 )
-def test_text_that_may_begin_a_stop_string_is_held_back(
+def test_a_reply_withholds_text_that_may_begin_a_stop_string(
     stops: list[str], tokens: list[str], told: list[str]
 ) -> None:
     text = ReplyText(Letters(tokens), GenerateRequest(id="x", prompt_token_ids=[1], stop=stops), [1])
     assert [text.add([one], last=one == len(tokens) - 1).text for one in range(len(tokens))] == told
 
 
-def test_an_end_without_a_token_tells_the_rest() -> None:
+def test_an_end_without_a_token_releases_the_rest() -> None:
     text = ReplyText(Letters(["a", "x"]), GenerateRequest(id="x", prompt_token_ids=[1], stop=["xy"]), [1])
     assert text.add([0, 1], last=False).text == "a"
     end = text.add([], last=True)

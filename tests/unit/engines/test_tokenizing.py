@@ -32,7 +32,7 @@ def test_a_model_of_text_and_images_ends_a_text_with_what_either_config_says(tmp
 
 
 class Threads:
-    """A tokenizer that tells on which thread it was asked."""
+    """A tokenizer that notes on which thread it was asked."""
 
     asked: list[str]
 

@@ -71,7 +71,7 @@ async def test_a_pause_that_fails_leaves_the_engine_as_it_was(tmp_path: Path, wa
     assert llm.paused is was_paused
 
 
-async def test_a_flush_takes_what_is_kept_beside_the_cache_too(tmp_path: Path) -> None:
+async def test_a_flush_also_clears_the_stores_beside_the_cache(tmp_path: Path) -> None:
     engine, llm = await standing_in(tmp_path)
     await engine.flush_cache()
     await engine.pause("keep", False)

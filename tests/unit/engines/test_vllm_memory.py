@@ -91,7 +91,7 @@ def test_a_call_that_failed_is_not_taken_for_done(count: int, done: bool) -> Non
 @pytest.mark.parametrize("done", [False, True])
 @pytest.mark.parametrize("given_up", STEPS)
 @pytest.mark.parametrize("before", [(), *TAGS])
-def test_a_call_that_nobody_asks_for_again_is_settled_by_the_next(
+def test_the_next_call_settles_a_call_that_is_not_repeated(
     before: tuple[str, ...], given_up: Step, done: bool
 ) -> None:
     """It counts, or it never was."""

@@ -266,7 +266,7 @@ def test_a_stream_that_stays_on_what_was_replaced_is_cut() -> None:
     assert caught.value.facts["sequence"] == 1
 
 
-def test_a_stream_that_takes_the_update_goes_on() -> None:
+def test_a_stream_that_takes_the_update_continues() -> None:
     known = history(record(1))
     labels = SpanCheck(known, None, 1)
     labels.take(delta(1, span(1, 0, 1)), 0.0)
@@ -287,7 +287,7 @@ def test_updates_in_quick_succession_do_not_keep_a_stale_stream_alive() -> None:
         labels.take(delta(1), 2.1 + LIMITS.stale_after_s)
 
 
-def test_what_a_worker_made_before_it_went_on_is_delivered_however_late_it_comes() -> None:
+def test_tokens_of_a_worker_from_before_its_swap_are_delivered_however_late_they_come() -> None:
     holds = 1
     known = history(record(1))
     labels = SpanCheck(known, None, 1, lambda span: span.sequence == holds)
@@ -318,7 +318,9 @@ def test_what_a_worker_made_before_it_went_on_is_delivered_however_late_it_comes
         (None, span(1, 0, 4), False),
     ],
 )
-def test_a_worker_tells_which_weights_it_holds(held: DecisionRecord | None, made: VersionSpan, same: bool) -> None:
+def test_the_status_of_a_worker_names_the_weights_that_it_serves(
+    held: DecisionRecord | None, made: VersionSpan, same: bool
+) -> None:
     wire = held.held.to_wire() if held is not None else {"version": None, "adapters": {}}
     admission = {"open": True, "reasons": []}
     status = WorkerStatus.from_wire({**wire, "admission": admission, "running": 0, "waiting": 0}, "i", 0.0)

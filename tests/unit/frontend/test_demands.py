@@ -179,7 +179,7 @@ def test_the_demands_decide_which_tokens_may_be_delivered(
         assert (found.error().http_status, found.error().facts["field"]) == (503, unmet)
 
 
-# ---- a choice that goes on ----
+# ---- a choice that continues ----
 
 
 def delta(tokens: list[int], *spans: VersionSpan, **more: Any) -> GenerateDelta:
@@ -236,7 +236,7 @@ def test_a_worker_with_little_room_is_asked_for_fewer_tokens() -> None:
     assert progress.rest(5).max_tokens == 1
 
 
-def test_spans_of_the_next_worker_go_on_where_the_last_one_ended() -> None:
+def test_spans_of_the_next_worker_begin_where_the_last_span_ended() -> None:
     progress = GenerationProgress(GenerateRequest(id="r", prompt_token_ids=[7], max_tokens=20))
     progress.rest()
     for one in (delta([1], span(4, 0, 1), prompt_token_ids=[7]), delta([2])):

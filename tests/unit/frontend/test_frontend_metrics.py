@@ -336,7 +336,7 @@ def lock_of(owner: str, sequence: int, nonce: str = "n") -> Entry:
     ("owner", "kind"),
     [("frontend-me", "this_frontend"), ("frontend-x", "another_frontend"), ("trainer", "client")],
 )
-async def test_the_kind_of_the_locks_holder_is_told(owner: str, kind: str) -> None:
+async def test_the_metrics_name_the_kind_of_the_locks_holder(owner: str, kind: str) -> None:
     now = [10.0]
     found = await followed(now)
     assert (sum(found.held_by().values()), found.held_s()) == (0, 0.0)
@@ -426,7 +426,7 @@ def test_the_docs_list_the_upstream_names_and_no_others() -> None:
     assert set(re.findall(r"`((?:vllm|sglang):\w+)`", text)) == names
 
 
-def test_a_status_of_a_worker_whose_engine_tells_no_load() -> None:
+def test_the_status_of_a_worker_may_lack_the_load_of_its_engine() -> None:
     assert WorkerWork.from_wire({"tokens_made": 3, "prompt_tokens": 4, "engine_load": None}) == WorkerWork(4, 3)
     load = {"running": 1, "waiting": 2, "kv_usage": 0.5, "preemptions": None, "tokens_per_s": None}
     assert WorkerWork.from_wire({"engine_load": load}) == WorkerWork(0, 0, 1, 2, 0.5)

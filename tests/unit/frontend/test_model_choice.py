@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from frontend.completions.component_chooser import ComponentChooser
+from frontend.completions.model_choice import ComponentModels, component_of, listed_name
 from frontend.completions.served_models import ServedModels
-from frontend.components.component_chooser import ComponentChooser
-from frontend.components.model_choice import ComponentModels, component_of, listed_name
 from frontend.server.options import MAX_COMPONENTS, FrontendOptions
 from rl_plane.errors import InvalidRequest, NotFound, NoWorkers
 from rl_plane.membership.core import Member
@@ -83,14 +83,14 @@ def test_each_listed_name_means_its_model() -> None:
 
 
 class Beside:
-    """A served component: its models, and those that it has after a read of the record."""
+    """The generation service of a component: its models, and its models after a read of the record."""
 
     def __init__(self, name: str, models: tuple[str, ...], read: tuple[str, ...] | None = None) -> None:
-        self.name, self.generation, self.committed, self.reads = name, self, self, 0
+        self.component, self.committed, self.reads = name, self, 0
         self._models, self._read = models, read
 
     def known_models(self) -> ComponentModels:
-        return ComponentModels(self.name, self._models)
+        return ComponentModels(self.component, self._models)
 
     def list_models(self) -> dict[str, Any]:
         """The first model is the base. It is empty while no worker is there: then there are adapters alone."""
@@ -110,23 +110,23 @@ def chooser(*components: Beside) -> ComponentChooser:
 async def test_an_adapter_that_was_loaded_just_now_is_found() -> None:
     policy, reference = Beside("policy", ("tiny",)), Beside("reference", ("tiny",), read=("tiny", "new"))
     found = chooser(policy, reference)
-    assert (await found.choose("policy")).name == (await found.choose(None)).name == "policy"
+    assert (await found.choose("policy")).component == (await found.choose(None)).component == "policy"
     assert reference.reads == 0
-    assert (await found.choose("new")).name == "reference"
+    assert (await found.choose("new")).component == "reference"
     with pytest.raises(NotFound):
         await found.choose("none")
     with pytest.raises(InvalidRequest):
         await found.choose("tiny")
     assert (policy.reads, reference.reads) == (2, 2)
-    assert found.named(None).name == "policy"
-    assert found.named("reference").name == "reference"
+    assert found.named(None).component == "policy"
+    assert found.named("reference").component == "reference"
     with pytest.raises(NotFound, match="served here"):
         found.named("judge")
 
 
 async def test_a_listener_of_one_component_leaves_every_name_to_it() -> None:
     alone = Beside("policy", ("tiny",))
-    assert (await chooser(alone).choose("none")).name == "policy"
+    assert (await chooser(alone).choose("none")).component == "policy"
     assert alone.reads == 0
 
 

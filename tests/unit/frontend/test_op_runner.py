@@ -17,7 +17,7 @@ from rl_plane.errors import (
 
 
 class SlowFleet:
-    """Counts its calls, and answers when told."""
+    """Counts its calls, and answers when `go` is set."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any], str]] = []
@@ -64,7 +64,7 @@ async def test_equal_updates_share_one_answer() -> None:
     await again
 
 
-async def test_calls_with_long_lists_are_told_apart_by_their_digests() -> None:
+async def test_digests_distinguish_calls_with_long_lists() -> None:
     fleet, calls = _calls()
 
     def feed(names: list[Any], digest: str, **more: Any) -> asyncio.Task[Any]:
@@ -128,7 +128,7 @@ async def test_updates_in_flight_are_bounded_and_end_with_the_frontend() -> None
         (7, []),
     ],
 )
-async def test_an_op_is_told_with_the_components_that_its_body_names(component: Any, told: list[str]) -> None:
+async def test_the_report_of_an_op_has_the_components_that_its_body_names(component: Any, told: list[str]) -> None:
     fleet, calls = _calls()
     fleet.go.set()
     heard: list[tuple[str, str, list[str]]] = []

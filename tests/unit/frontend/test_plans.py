@@ -140,7 +140,7 @@ def test_every_field_reaches_the_engine() -> None:
 )
 def test_ways_to_ask_for_prompt_logprobs(body: dict[str, Any], asked: bool) -> None:
     assert [request.prompt_logprobs for request in completion(n=2, **body).requests] == [asked, asked]
-    # Of a chat those of the first choice are told.
+    # A chat reports the prompt logprobs of its first choice.
     assert [request.prompt_logprobs for request in chat(n=2, **body).requests] == [asked, False]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from frontend.completions.reply_choice import Choice
+from frontend.completions.rollout_record import RolloutRecord
 from frontend.records import record_writer
 from frontend.records.record_writer import RecordWriter
-from frontend.records.rollout_record import RolloutRecord
 from frontend.server.replies import to_json
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import GenerateRequest

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from frontend.completions.openai_replies import Chunks, whole
+from frontend.completions.openai_replies import Chunks, openai_error, whole
 from frontend.completions.reply_choice import Choice
 from frontend.routing.attempts import Accepted
+from rl_plane.errors import InvalidRequest, PlaneError
 from rl_plane.protocol.generation import (
     AdapterSpan,
     GenerateDelta,
@@ -96,13 +97,13 @@ def test_tokens_beside_logprobs_have_their_texts() -> None:
     assert (second["token"], second["bytes"]) == ("token_id:3", None)
 
 
-def test_several_versions_are_never_told_as_one() -> None:
+def test_a_reply_never_shows_several_versions_as_one() -> None:
     choice = _choice()
     choice.spans = [_span(1, 0, 1), _span(2, 1, 3)]
     assert whole(completion(), [choice], "m", 5)["nvext"]["weight_version"] is None
 
 
-def test_an_adapter_is_told_beside_the_base() -> None:
+def test_a_reply_names_the_adapter_beside_the_base() -> None:
     adapter = AdapterSpan(name="a", version="lora_2", sequence=2, digest="blake3:a")
     choice = _choice()
     choice.spans = [_span(1, 0, 3, adapter=adapter)]
@@ -145,3 +146,16 @@ def test_chat_chunks_begin_with_the_role_and_end_with_the_versions() -> None:
     assert last["choices"][0]["delta"] == {"content": ""}
     assert last["choices"][0]["weight_versions"] == [_span(1, 0, 3).model_dump(exclude_none=True)]
     assert "prompt_token_ids" not in last
+
+
+def test_openai_clients_find_their_keys() -> None:
+    error = openai_error(InvalidRequest("wrong", field="n", fix="less"), 0.0)["error"]
+    assert error == {
+        "code": "invalid_request",
+        "message": "wrong",
+        "field": "n",
+        "fix": "less",
+        "type": "invalid_request_error",
+        "param": "n",
+    }
+    assert openai_error(PlaneError("broke"), 0.0)["error"]["type"] == "server_error"

@@ -87,7 +87,7 @@ def test_a_loss_after_the_last_token_ends_the_choice() -> None:
     assert decide(WorkerLost("gone"), replace(MIGRATES, is_full=True)) == Finish("length")
 
 
-def test_the_failure_of_a_living_worker_is_kept_for_the_caller() -> None:
+def test_the_caller_gets_the_failure_of_a_living_worker() -> None:
     failed, stale = EngineFailed("no memory"), StaleWeights("old")
     assert decide(failed).tries.failure is failed
     assert decide(stale).tries.failure is stale
@@ -159,7 +159,7 @@ def test_weights_that_do_not_meet_the_demands(
         assert (found.error.code, found.error.facts["field"]) == ("demand_unmet", "max_lag")
 
 
-def test_a_choice_whose_worker_fails_the_canary_continues_and_may_come_back_to_it() -> None:
+def test_a_choice_whose_worker_fails_the_canary_continues_and_may_return_to_it() -> None:
     error, before = WrongNumerics("x"), Tries(lost=(OTHER,))
     assert decide(error, MIGRATES, before) == TryAgain(Tries(refusal=error), "migrated")
     assert decide(error, FRESH, before) == TryAgain(replace(before, refusal=error), "refused")

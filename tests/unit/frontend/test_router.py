@@ -48,7 +48,7 @@ def test_the_least_loaded_worker_gets_the_request() -> None:
     for turn in turns:
         one.on_end(turn)
     assert one.pick(ABC) == "b"
-    assert one.requests("b") == 1  # the one that another frontend has there
+    assert one.requests("b") == 1  # the request of another frontend
     assert one.picks["load"] == 4
 
 
@@ -175,7 +175,7 @@ def test_a_session_that_has_left_stays_where_it_went() -> None:
     assert one.pick(("a", "b"), affinity) == "b"
 
 
-def test_sessions_are_bounded_and_the_latest_are_kept() -> None:
+def test_the_router_remembers_a_bounded_number_of_the_latest_sessions() -> None:
     one = router(FrontendLimits(sessions=2), a=0, b=1)
     for session in ("1", "2", "1", "3"):
         one.on_end(one.on_start("b", affinity=Affinity(session=session)))

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from frontend.components.served_component import ServedComponent, start_all
+from frontend.served_component import ServedComponent, start_all
 from rl_plane.errors import Unavailable
 from rl_plane.protocol.subjects import Subjects
 

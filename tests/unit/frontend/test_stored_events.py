@@ -25,14 +25,16 @@ def test_frontends_that_followed_each_other_are_joined() -> None:
     assert told(second, first, more) == [10, 11, 12, 20, 21]
 
 
-def test_frontends_that_ran_at_the_same_time_tell_each_moment_once() -> None:
+def test_the_events_of_overlapping_frontends_show_each_moment_once() -> None:
     long = ("a", chunk(10, event(10, 11), event(11, 31), event(12, 32)))
     inside = ("b", chunk(30, event(30, 31), event(31, 32), event(32, 33)))
-    assert told(long, inside) == [10, 30, 31, 32], "b told the latest event, so it tells all since it began"
+    assert told(long, inside) == [10, 30, 31, 32], (
+        "b reported the latest event, so its events since its start count"
+    )
     assert told(inside, long, before=33) in ([10, 11, 12], [10, 30, 31])
 
 
-def test_a_frontend_that_runs_still_does_not_tell_what_this_one_tells() -> None:
+def test_the_events_of_another_running_frontend_do_not_repeat_those_of_this_frontend() -> None:
     assert told(("a", chunk(10, event(10, 11), event(11, 50))), before=40) == [10]
     assert told() == []
 
@@ -60,7 +62,7 @@ def test_what_a_new_frontend_knows_of_each_worker() -> None:
     assert last_admissions([]) == {}
 
 
-def test_a_reader_goes_on_behind_an_event_of_an_earlier_frontend() -> None:
+def test_a_reader_continues_behind_an_event_of_an_earlier_frontend() -> None:
     kept = KeptEvents(3)
     kept.load([event(10, FUTURE), event(11, FUTURE)])
     own = kept.new("op", {})
@@ -80,4 +82,4 @@ def test_ids_rise_over_a_restart_also_with_a_clock_that_went_back() -> None:
 
 
 FUTURE = 4e9
-"""A time at which nothing is too old to be kept."""
+"""A time at which no event is too old."""

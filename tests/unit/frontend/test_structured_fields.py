@@ -10,8 +10,8 @@ import pytest
 
 from frontend.completions.native_bodies import plan_sglang, plan_vllm
 from frontend.completions.plans import Plan
+from frontend.completions.rollout_record import body_of
 from frontend.completions.structured_fields import MAX_TEXT_CHOICES
-from frontend.records.rollout_record import body_of
 from rl_plane.errors import InvalidRequest, Unsupported
 from rl_plane.protocol.structured_output import ANY_OBJECT, MAX_FORM_CHARS
 from tests.support.openai_plans import chat, completion

@@ -100,7 +100,7 @@ def test_a_read_that_the_feed_has_overtaken_does_nothing() -> None:
     assert (core.epoch, len(core.members)) == (3, 3)
 
 
-def test_a_read_tells_who_has_gone_meanwhile() -> None:
+def test_a_read_reports_members_that_left_meanwhile() -> None:
     core = MembershipCore()
     a, b = member("a", 1), member("b", 2)
     core.feed(written(a))
@@ -123,7 +123,7 @@ def test_only_the_end_of_a_workers_present_connection_is_its_death() -> None:
     assert core.disconnected("other", 7) == []
     assert core.disconnected("server", 7) == [Purge("a", 1)]
     core.feed(written(member("a", 2, connection=9)))
-    assert core.disconnected("server", 7) == [], "an old connection of a worker that came back"
+    assert core.disconnected("server", 7) == [], "an old connection of a worker that reconnected"
     assert core.disconnected("server", 9) == [Purge("a", 2)]
     core.feed(purged("a", 3))
     assert core.disconnected("server", 9) == []
@@ -274,7 +274,7 @@ def test_a_new_registration_starts_anew() -> None:
     assert not core.probed("a", 3, "no_responder", 7.0)
 
 
-def test_who_has_left_is_forgotten() -> None:
+def test_the_probes_forget_a_member_that_has_left() -> None:
     core = ProbeCore()
     core.probed("a", 1, "no_responder", 0.0)
     core.keep_only({"b"})
@@ -413,7 +413,7 @@ def bad(name: str, error: PlaneError) -> WorkerReply:
 ABORT = UpdatePolicy()
 
 
-def test_the_callers_fault_is_told_as_such() -> None:
+def test_a_failed_prepare_reports_the_callers_fault_as_such() -> None:
     wrong = InvalidWeights("no such tensor", field="transport.path", fix="x")
     with pytest.raises(InvalidWeights) as caught:
         evaluate_prepare([bad("a", wrong), bad("b", EngineFailed("broken"))], {"a", "b"}, ABORT, None)

@@ -190,7 +190,7 @@ def largest(rng: random.Random) -> Vectors:
     return tuple(tuple(value() for _ in range(MAX_SEQUENCE_TOKENS - 1)) for _ in range(MAX_SEQUENCES))
 
 
-def test_the_record_comes_back_from_the_wire_and_is_bounded() -> None:
+def test_the_canary_record_survives_the_wire_and_is_bounded() -> None:
     rng = random.Random(1)
     ids = [[rng.randrange(MAX_TOKEN_ID // 2, MAX_TOKEN_ID) for _ in range(MAX_SEQUENCE_TOKENS)] for _ in range(8)]
     canary = parse_canary({"sequences": ids, "expected": largest(rng), "tolerance": 0.123456789}, "canary")
@@ -421,7 +421,7 @@ def test_two_kinds_that_disagree_are_a_tie_however_many_workers_one_has() -> Non
     assert {verdict.reason for verdict in found.verdicts.values()} == {"tie"}
 
 
-def test_of_three_kinds_the_one_that_disagrees_fails() -> None:
+def test_of_three_kinds_the_disagreeing_kind_fails() -> None:
     many = {f"v{number}": CanaryScore(VLLM, off(FAR)) for number in range(9)}
     found = consensus(RECORD, {**many, "s": CanaryScore(SGLANG, RIGHT), "h": CanaryScore(HF, shifted(-ACROSS))})
     assert passed(found.verdicts) == {"s", "h"}
@@ -532,7 +532,7 @@ def test_a_fleet_of_many_kinds_stores_the_first_few() -> None:
     assert all(evaluate_worker(settled.record, kind, shifted(-ACROSS / 9)).passed for kind in kinds)
 
 
-def test_engine_kinds_tell_what_changes_sums() -> None:
+def test_an_engine_kind_names_everything_that_changes_sums() -> None:
     assert HF == "hf-5.0/float32/cpu/tp1"
     assert VLLM == "vllm-0.32.0/bfloat16/cuda/tp2"
     assert len({HF, VLLM, SGLANG, engine_kind("vllm", "0.32.0", "bfloat16", "cuda", 1)}) == 4
@@ -553,7 +553,7 @@ def test_the_tolerance_grows_with_the_logits_that_an_unlikely_token_has() -> Non
     assert verdict.difference == pytest.approx(0.3)
 
 
-def test_a_worker_that_agrees_with_overruled_values_is_not_shown_as_one_that_passed() -> None:
+def test_a_worker_that_agrees_with_overruled_values_has_nothing_that_it_passed_against() -> None:
     settled = settle(TRAINED, MISSED, "warn")
     verdict = evaluate_worker(settled.record, HF, off(FAR))
     assert (verdict.passed, verdict.against, verdict.difference) == (True, "nothing", None)

@@ -35,7 +35,7 @@ def test_a_pause_is_keep_with_or_without_the_cache(
 ) -> None:
     pause = model.model_validate({**body, "lease_s": 7})
     wanted = {"mode": "keep", "clear_cache": clear_cache, "lease_s": 7.0}
-    assert pause.model_dump(include=set(wanted), exclude_unset=True) == wanted, "workers are told so"
+    assert pause.model_dump(include=set(wanted), exclude_unset=True) == wanted, "workers get that name"
 
 
 @pytest.mark.parametrize(("word", "kv"), [("retract", "recompute"), ("in_place", "keep")])

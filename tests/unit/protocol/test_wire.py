@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -37,50 +33,6 @@ from rl_plane.protocol.notices import OpNotice
 from rl_plane.protocol.record import first_record
 from rl_plane.protocol.subjects import Subjects, check_instance_id, key_of_inbox
 from rl_plane.protocol.versions import TensorSpec, WeightVersion, tensors_digest
-from tests.support.without_nats import without_nats
-
-# ---- the public face ----
-
-
-def test_the_public_face_is_sorted_and_nothing_strays() -> None:
-    for name in rl_plane.__all__:
-        getattr(rl_plane, name)  # some are loaded when they are asked for
-    modules = {"errors", "versions", "wire", "ops", "bus", "client", "fleet", "membership", "sync"}
-    public = {name for name in vars(rl_plane) if not name.startswith("_")}
-    values = {name for name in public if not isinstance(vars(rl_plane)[name], type(math))}
-    assert values == set(rl_plane.__all__)
-    assert modules & set(rl_plane.__all__) == set()
-    assert rl_plane.__all__ == sorted(rl_plane.__all__, key=str) or rl_plane.__all__ == sorted(
-        rl_plane.__all__, key=str.casefold
-    )
-    assert len(set(rl_plane.__all__)) == len(rl_plane.__all__)
-
-
-def test_what_has_the_model_does_without_nats(tmp_path: Path) -> None:
-    """An engine, its transports and the agents in its processes; what speaks NATS says what it lacks."""
-    path = without_nats(tmp_path)
-
-    def run(code: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": path}
-        return subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
-        )
-
-    model = "worker.engines.base, worker.receive.weight_receiver, worker.receive.rank_agents.agent_server"
-    model += ", rl_plane.transports.filesystem.receiver"
-    assert run(f"import rl_plane, {model}").stderr == ""
-    assert run("from rl_plane import RlClient").stderr.endswith("No module named 'nats'\n")
-
-
-def test_beneath_a_traceback_stands_what_mends_an_error() -> None:
-    error = InvalidRequest("it is 3", field="policy.barrier", fix="use 4")
-    assert "".join(traceback.format_exception(error)).endswith(": it is 3\nfield: policy.barrier\nfix: use 4\n")
-
-
-def test_every_error_that_can_come_is_public() -> None:
-    tree = {kind.__name__ for kind in kinds(PlaneError)}
-    assert tree <= set(rl_plane.__all__)
-
 
 # ---- errors ----
 
@@ -92,9 +44,19 @@ def kinds(root: type[PlaneError]) -> Iterator[type[PlaneError]]:
             yield from kinds(child)
 
 
+def test_every_error_that_can_come_is_public() -> None:
+    tree = {kind.__name__ for kind in kinds(PlaneError)}
+    assert tree <= set(rl_plane.__all__)
+
+
+def test_beneath_a_traceback_stands_what_mends_an_error() -> None:
+    error = InvalidRequest("it is 3", field="policy.barrier", fix="use 4")
+    assert "".join(traceback.format_exception(error)).endswith(": it is 3\nfield: policy.barrier\nfix: use 4\n")
+
+
 @pytest.mark.parametrize("form", ["json", "msgpack"])
 @pytest.mark.parametrize("kind", list(kinds(PlaneError)), ids=lambda kind: kind.__name__)
-def test_an_error_comes_back_as_it_went(kind: type[PlaneError], form: Any) -> None:
+def test_an_error_survives_the_wire(kind: type[PlaneError], form: Any) -> None:
     error = kind("what happened", field="a.b", fix="do this", before_epoch=3, nothing=None, workers=[{"x": 1}])
     reply = Reply("state", "id", "error", error=error, instance_id="a", incarnation="b")
     back = error_from_wire(decode(encode(reply.to_wire(), form))["error"])
@@ -109,7 +71,7 @@ def test_codes_are_each_their_own() -> None:
     assert len(codes) == len(set(codes))
 
 
-def test_an_unknown_code_is_kept() -> None:
+def test_an_error_preserves_an_unknown_code() -> None:
     error = error_from_wire({"code": "from_the_future", "message": "m", "x": 1})
     assert type(error) is PlaneError
     assert error.facts == {"unknown_code": "from_the_future", "x": 1}
@@ -138,14 +100,14 @@ REQUEST = Request(
 
 @pytest.mark.parametrize("form", ["json", "msgpack"])
 @pytest.mark.parametrize("request_", [REQUEST, Request("state"), Request("state", targets=())])
-def test_a_request_comes_back_as_it_went(request_: Request, form: Any) -> None:
+def test_a_request_survives_the_wire(request_: Request, form: Any) -> None:
     data = encode(request_.to_wire(), form)
     assert format_of(data) == form
     assert request_from_wire(decode(data)) == request_
 
 
 @pytest.mark.parametrize("form", ["json", "msgpack"])
-def test_a_reply_comes_back_as_it_went(form: Any) -> None:
+def test_a_reply_survives_the_wire(form: Any) -> None:
     reply = Reply("state", "id", "ok", {"a": 1}, None, "i", "inc", [{"rank": 0}], 0.5)
     wire = decode(encode(reply.to_wire(), form))
     assert wire.pop("v") == PROTOCOL_VERSION
@@ -360,6 +322,17 @@ def test_the_ops_are_those_of_the_design() -> None:
     assert all(op.doc and op.timeout_s > 0 for op in worker_ops.OPS.values())
 
 
+def test_the_traits_of_the_fleets_ops_agree() -> None:
+    ops = FLEET_OPS.values()
+    commits, begins = ({op.name for op in ops if op.commits}, {op.name for op in ops if op.begins_update})
+    assert commits - begins == {"complete_weights_update"}
+    assert begins - commits == {"prepare_weights_update"}
+    assert {op.name for op in ops if op.brings_weights} <= begins
+    assert {op.name for op in ops if op.prepare_waits} <= commits | begins
+    assert {op.worker_op for op in ops} - {""} <= worker_ops.OPS.keys()
+    assert {op.name for op in ops if op.worker_in_path} == {op.name for op in ops if op.admin}
+
+
 def test_the_fleets_ops_are_those_of_the_design() -> None:
     posts = """pause resume flush_cache abort_requests init_transport destroy_transport update_weights
         prepare_weights_update receive_weights_part label_weights_update complete_weights_update abort_weights_update
@@ -403,7 +376,7 @@ def test_bad_instance_ids(value: str) -> None:
 # ---- versions ----
 
 
-def test_a_version_comes_back_as_it_went() -> None:
+def test_a_version_survives_the_wire() -> None:
     version = WeightVersion("r", 3, "step_3", "blake3:" + "0" * 64)
     assert WeightVersion.from_wire(json.loads(json.dumps(version.to_wire()))) == version
     assert WeightVersion.from_wire(msgpack.unpackb(msgpack.packb(version.to_wire()))) == version

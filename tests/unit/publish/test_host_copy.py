@@ -1,4 +1,4 @@
-"""The copy that a trainer keeps of what it has published: it tells what a version changes."""
+"""The copy that a trainer keeps of what it has published: it shows what a version changes."""
 
 from __future__ import annotations
 

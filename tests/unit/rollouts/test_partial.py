@@ -94,7 +94,7 @@ def test_the_next_part_continues_the_tokens_before() -> None:
     assert third.weight_versions == [{**SPAN, "start": 0, "end": 4}, {**LATER, "start": 4, "end": 5}]
 
 
-def test_a_rollout_tells_which_workers_made_it() -> None:
+def test_a_rollout_names_the_workers_that_made_it() -> None:
     rollout = taken(Rollout([5, 6], 12), [1, 2], "abort")
     rollout = taken(rollout, [3], "abort")
     rollout = taken(rollout, [], "abort", spans=[], instance_id="w2")

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
+import typing
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rl_plane
 from rl_plane.client import RlClient
+from rl_plane.fleet.fleet_method import FleetRequest
+from rl_plane.fleet.fleet_methods import FleetMethods
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.sync import SyncRlClient
+from tests.support.without_nats import without_nats
 
 ONLY_ASYNC = {"ask", "ask_frontends", "beside", "lock", "subjects", "view", "watch"}
 """Methods for coordinators and watchers, which need the event loop."""
@@ -48,10 +55,37 @@ def test_each_op_of_the_fleet_has_a_documented_method() -> None:
     assert all(inspect.getdoc(methods[name]) for name in methods)
 
 
-def test_each_public_name_is_there_and_sorted() -> None:
-    assert rl_plane.__all__ == sorted(rl_plane.__all__)
+def test_each_type_that_a_method_of_the_fleet_names_is_public() -> None:
+    named = set()
+    for name in FLEET_OPS:
+        for kind in typing.get_type_hints(getattr(FleetMethods, name)).values():
+            named |= {
+                one for one in (kind, *_within(kind)) if getattr(one, "__module__", "").startswith("rl_plane")
+            }
+    shown = {one for one in named if one is not FleetRequest and inspect.isclass(one)}
+    assert {one.__name__ for one in shown} >= {
+        "Transport",
+        "UpdatePolicy",
+        "Selection",
+        "UpdateReply",
+        "FleetState",
+    }
+    for one in shown:
+        assert getattr(rl_plane, one.__name__) is one
+        assert one.__name__ in rl_plane.__all__
+
+
+def _within(kind: object) -> list[Any]:
+    """The types that a generic type or a union is made of."""
+    return [found for one in typing.get_args(kind) for found in (one, *_within(one))]
+
+
+def test_each_public_name_is_there_and_sorted_and_no_other_is() -> None:
+    assert rl_plane.__all__ == sorted(set(rl_plane.__all__))
     for name in rl_plane.__all__:
-        assert getattr(rl_plane, name), name
+        assert getattr(rl_plane, name), name  # some are loaded when they are asked for
+    values = {name for name, value in vars(rl_plane).items() if not inspect.ismodule(value)}
+    assert {name for name in values if not name.startswith("_")} == set(rl_plane.__all__)
 
 
 @pytest.mark.parametrize("statement", ["from rl_plane import WeightPublisher", "import rl_plane.publish"])
@@ -64,3 +98,19 @@ def test_a_publisher_without_its_extra_names_the_extra(statement: str) -> None:
         "fix: pip install 'rl-plane[publish]'"
     )
     assert "During handling" not in done.stderr
+
+
+def test_what_has_the_model_does_without_nats(tmp_path: Path) -> None:
+    """An engine, its transports and the agents in its processes; what speaks NATS says what it lacks."""
+    path = without_nats(tmp_path)
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        )
+
+    model = "worker.engines.base, worker.receive.weight_receiver, worker.receive.rank_agents.agent_server"
+    model += ", rl_plane.transports.filesystem.receiver"
+    assert run(f"import rl_plane, {model}").stderr == ""
+    assert run("from rl_plane import RlClient").stderr.endswith("No module named 'nats'\n")

@@ -165,7 +165,7 @@ def test_only_sockets_of_this_machine_for_each_gpu_are_taken() -> None:
         opened(here, "cpu")
 
 
-def test_a_worker_that_stops_in_the_middle_tells_the_server(tmp_path: Path) -> None:
+def test_a_worker_that_stops_in_the_middle_reports_it_to_the_server(tmp_path: Path) -> None:
     """The server waits for every worker without a bound, so it must hear of an update that was aborted."""
     pytest.importorskip("zmq")
     save_file({name: torch.ones(4) for name in "abc"}, tmp_path / "model.safetensors")

@@ -141,7 +141,9 @@ def test_a_receiver_that_dies_is_counted_for(cuda: HostCuda, pool: ThreadPoolExe
     assert cuda.calls[-2:] == ["collect", "empty"]
 
 
-def test_memory_is_freed_when_those_who_read_it_have_given_it_up(cuda: HostCuda, pool: ThreadPoolExecutor) -> None:
+def test_the_sender_frees_memory_after_its_readers_have_released_it(
+    cuda: HostCuda, pool: ThreadPoolExecutor
+) -> None:
     """CUDA needs this order, also for an update that ends early."""
     with sender_of(cuda, 1) as (sender, transport):
         delivery = IpcTransport(TransportContext(device="cuda:0"), cuda).open(transport, "base")
@@ -163,7 +165,7 @@ def test_a_receiver_that_hangs_delays_the_end_for_a_bounded_time(cuda: HostCuda)
         assert "handles" in ipc_wire.read_packet(connection)[0]
         sender.close()
         assert cuda.calls[-2:] == ["collect", "empty"]
-        assert cuda.held == [0, 1]  # torch keeps the memory until it goes on and gives it up
+        assert cuda.held == [0, 1]  # torch keeps the memory until it continues and releases it
 
 
 def test_a_gpu_that_the_trainer_does_not_see_is_refused(cuda: HostCuda) -> None:
@@ -341,7 +343,7 @@ def test_both_sides_hear_what_fails_on_the_senders_thread(
     cuda.before["alias"] = refuse
     with own_sender_of(cuda, 1) as (sender, transport):
         sender.lend(tensors())
-        sender.send(0)  # before anybody has come: its handles are made when somebody does
+        sender.send(0)  # before any receiver has come: its handles are made when one does
         with pytest.raises(Unavailable, match="refused: Can't export tensors"):
             pool.submit(receive, cuda, transport).result(BOUND_S)
         with pytest.raises(Unavailable, match=r"no receiver is left.*Can't export tensors"):
@@ -392,7 +394,7 @@ def test_a_tensor_lies_within_what_its_handle_opens(nbytes: int, start: int, fit
             Handle.from_wire(wire, 4, start)
 
 
-# ---- handles of somebody else ----
+# ---- handles of another process ----
 
 GOOD: list[Any] = [b"m" * 66, NEEDED, 512, b"/torch_1_2_3", 7, bytes(64), True]
 

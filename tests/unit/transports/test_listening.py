@@ -29,7 +29,7 @@ def test_a_listener_has_the_address_that_was_asked_for(host: str) -> None:
     assert not found.everywhere
 
 
-def test_a_port_in_use_and_an_address_of_another_machine_are_told_apart() -> None:
+def test_the_error_distinguishes_a_used_port_from_an_address_of_another_machine() -> None:
     with listen_at("127.0.0.1") as taken, pytest.raises(InvalidRequest) as refused:
         listen_at("127.0.0.1", taken.getsockname()[1])
     assert refused.value.facts["field"] == "options.port"

@@ -1,4 +1,4 @@
-"""Strangers at the server that tells receivers where in memory a version is."""
+"""Strangers at the server that gives receivers the place of a version in memory."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_the_own_share_comes_from_the_trainer_and_the_rest_from_peers() -> None:
     assert not one.done
 
 
-def test_a_bucket_of_a_lost_peer_comes_from_another_one_that_has_it() -> None:
+def test_another_peer_delivers_the_bucket_of_a_lost_peer() -> None:
     one = chooser()
     one.next(0.0)
     one.announced("p1", [1, 4])
@@ -182,7 +182,7 @@ def test_a_peer_that_hangs_is_found_by_its_silence() -> None:
     assert one.hanging(3.1 + HANG_S) == ["p1"]
 
 
-def test_a_slow_peer_is_replaced_while_its_read_goes_on() -> None:
+def test_another_peer_replaces_a_slow_peer_while_its_read_continues() -> None:
     one = chooser(peers=3, buckets=32)
     one.next(0.0)
     for peer in ("p1", "p2"):

@@ -123,7 +123,7 @@ def test_an_adapters_manifest(transport: FilesystemTransport, root: Path) -> Non
     delivery = transport.open(request(path), "lora")
     assert (delivery.digest, delivery.tensor_digests) == (manifest["digest"], digests)
     delivery.close()
-    # Other bytes of the same length: nothing but the digest tells.
+    # Other bytes of the same length: only the digest shows the difference.
     (path / ADAPTER_CONFIG_NAME).write_bytes(raw.replace(b"1", b"2"))
     assert "its tensors' digests make" in adapter_refusal(transport, path).message
     (path / ADAPTER_CONFIG_NAME).write_bytes(raw + b" ")

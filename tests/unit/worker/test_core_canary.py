@@ -99,7 +99,7 @@ def test_no_report_of_a_worker_breaks_a_coordinator(told: object) -> None:
         assert [row.ok for row in rows] == [True, False]
 
 
-def test_the_answer_says_if_no_version_can_come_back() -> None:
+def test_the_answer_says_if_no_version_can_be_restored() -> None:
     row = WorkerReply("w", "i", "ok", {"canary": {"kind": KIND, "vectors": WRONG}})
     pushed = replace(EXPECTED, on_canary_failure="rollback")
     settlement, _ = settled(pushed, [row])

@@ -14,7 +14,7 @@ def test_all_requests_hand_their_tokens_on_at_the_same_times(now: float, turn: f
     assert next_turn(now, 0.5) == turn
 
 
-async def test_one_turn_ends_all_waits_but_those_that_have_ended() -> None:
+async def test_one_turn_ends_every_wait_that_still_runs() -> None:
     turns = Turns()
     waiters = [turns.next(0.01) for _ in range(3)]
     waiters[1].set_result(None)

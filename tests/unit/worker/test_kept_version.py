@@ -46,16 +46,16 @@ class Holder:
     def tied_tensors(self) -> Mapping[str, str]:
         return self.tied
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
-        return StagedTensors(dict(host_copies(tensors, self.wanted, self.tied, cast, cancelled)))
+    def stage(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> StagedTensors:
+        return StagedTensors(dict(host_copies(tensors, self.wanted, self.tied, cancelled)))
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
-        self.stage(tensors, cast, cancelled)
+    def overwrite(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> None:
+        self.stage(tensors, cancelled)
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         raise NotImplementedError
 
-    def stage_adapter(self, config: Any, tensors: TensorStream, cast: bool, cancelled: Any) -> Staged:
+    def stage_adapter(self, config: Any, tensors: TensorStream, cancelled: Any) -> Staged:
         raise NotImplementedError
 
 
@@ -84,7 +84,7 @@ class Worker:
         yield from self.receiver.kept.tensors.items()
 
 
-def test_swapped_weights_are_kept() -> None:
+def test_the_receiver_keeps_a_copy_of_swapped_weights() -> None:
     worker = Worker()
     digest = worker.road.put("one", weights())
     assert worker.stage("one") == digest
@@ -117,7 +117,7 @@ def test_other_base_weights_replace_the_copy(how: str) -> None:
     assert worker.receiver.kept is None
 
 
-def test_a_tied_tensor_that_comes_twice_is_not_kept() -> None:
+def test_the_receiver_keeps_no_copy_with_a_repeated_tied_tensor() -> None:
     worker = Worker({"tied": "b"})
     worker.road.put("one", {**weights(), "tied": weights()["b"]})
     worker.stage("one")
@@ -273,7 +273,7 @@ def test_a_chain_that_failed_is_fetched_from_its_beginning() -> None:
     assert worker.stage("d3", **chain.delta(3)) == chain.digests[3]
 
 
-def test_a_copy_that_was_damaged_is_not_kept() -> None:
+def test_the_receiver_drops_a_damaged_copy() -> None:
     worker = Worker()
     chain = Chain(worker.road, 2)
     worker.stage("v0")
@@ -387,7 +387,7 @@ def test_a_missing_base_is_refused_before_a_byte_comes() -> None:
         worker.stage("d1", base=link.digest, digest=chain.digests[1], base_chain=[link])
 
 
-def test_weights_in_place_can_not_be_kept() -> None:
+def test_an_update_in_place_can_not_leave_a_kept_copy() -> None:
     body = {"transport": {"backend": "ipc"}, "policy": {"staging": "none", "keep_staged": True}}
     with pytest.raises(InvalidRequest) as caught:
         parse_body(UpdateWeights, body)

@@ -1,4 +1,4 @@
-"""Tests partial versions: tensors that replace those of the copy in host memory, alone and in chains with deltas."""
+"""Tests partial versions: tensors that replace tensors of the copy in host memory, alone and in chains with deltas."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Holder:
     def tied_tensors(self) -> Mapping[str, str]:
         return self.tied
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
-        return StagedTensors(dict(host_copies(tensors, self.weight_spec(), self.tied, cast, cancelled)))
+    def stage(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> StagedTensors:
+        return StagedTensors(dict(host_copies(tensors, self.weight_spec(), self.tied, cancelled)))
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> None:
         raise NotImplementedError
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise NotImplementedError
 
-    def stage_adapter(self, config: Any, tensors: TensorStream, cast: bool, cancelled: Any) -> Staged:
+    def stage_adapter(self, config: Any, tensors: TensorStream, cancelled: Any) -> Staged:
         raise NotImplementedError
 
 

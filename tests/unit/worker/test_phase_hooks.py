@@ -35,7 +35,7 @@ def test_without_the_variable_the_handlers_are_the_same(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("plain", [True, False])
-async def test_an_op_is_held_before_and_after_its_handler(
+async def test_a_hook_stops_an_op_before_and_after_its_handler(
     plain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = []
@@ -78,7 +78,7 @@ async def test_an_op_is_held_before_and_after_its_handler(
     assert await asyncio.wait_for(held, BOUND_S) == {"fence": 10}
 
 
-async def test_reading_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hook_never_stops_a_reading_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     handlers: dict[str, Handler] = {"state": lambda body, fence: {}}
     assert with_holds(handlers, ME)["state"] is handlers["state"]

@@ -58,7 +58,7 @@ def test_the_first_worker_fixes_sequence_0_by_its_model() -> None:
     assert reasons(core) == {"starting": ""}
     assert core.state.lease.until == 0, "no lease before the leader has it"
     assert core.leader_said(record, 1, 2.0, LINE, 2.0) is None
-    assert core.state.closed, "told, and not yet labelled"
+    assert core.state.closed, "announced, and not yet labelled"
     assert core.next(2.0) == Relabel(record)
     core.relabelled(record)
     assert reasons(core) == {}
@@ -87,7 +87,7 @@ def test_a_joiner_of_a_later_version_fetches_it_from_its_source() -> None:
     assert fetch == Fetch("heal-1", None, R1.version, R1.source)
     core.is_staged(StagedVersion("heal-1", None, "d1", None))
     swap = core.next(0.0)
-    assert swap == Swap("heal-1", None, R1.version, "keep"), "nobody else will tell it to"
+    assert swap == Swap("heal-1", None, R1.version, "keep"), "no other process will ask it to"
     assert isinstance(swap, Swap)
     core.swapping(swap)
     assert core.state.digest is None
@@ -102,9 +102,9 @@ def test_a_learnt_decision_gates_until_it_is_opened() -> None:
     core = serving()
     assert core.learnt(R1, 2, 10.0)
     assert reasons(core).keys() == {"updating", "behind"}
-    assert not core.learnt(R1, 2, 10.1), "told twice"
+    assert not core.learnt(R1, 2, 10.1), "announced twice"
     assert not core.learnt(R0, 1, 10.1), "read before"
-    assert not core.learnt(R0.opened(), 99, 10.1), "a store that went back is the leader's to tell of"
+    assert not core.learnt(R0.opened(), 99, 10.1), "only the leader reports a store that went back"
     stage(core, R1)
     swap = core.commit_step(R1)
     assert isinstance(swap, Swap)
@@ -163,7 +163,7 @@ def test_a_prepared_worker_waits_for_its_commit_and_then_swaps_by_itself() -> No
     assert core.next(10.0 + COMMIT_GRACE_S) == Swap("u1", None, R1.version, "keep")
 
 
-def test_kv_is_kept_by_a_worker_that_has_prepared_the_update_and_by_no_other() -> None:
+def test_only_a_worker_that_prepared_the_update_keeps_kv() -> None:
     """A worker that heals may have missed an update whose policy forbids older KV."""
     keeping = replace(R1, kv="keep")
     core = serving()
@@ -178,7 +178,7 @@ def test_kv_is_kept_by_a_worker_that_has_prepared_the_update_and_by_no_other() -
 def test_the_answers_to_a_commit() -> None:
     core = serving()
     with pytest.raises(Conflict, match="another update was committed since"):
-        core.commit_step(R1)  # the record is told with the commit, so it is another that counts
+        core.commit_step(R1)  # the commit carries its own record, so another record counts
     core.learnt(R1, 2, 0.0)
     with pytest.raises(NotPrepared) as caught:
         core.commit_step(R1)
@@ -254,7 +254,7 @@ def test_a_lost_store_gets_the_record_of_this_worker_back() -> None:
 def test_the_leaders_decision_wins_among_two_of_one_rank() -> None:
     core = serving(R0, R1)
     other = replace(after(R0, digest="dx"), update_id="ux").opened()
-    assert not core.learnt(other, 2, 0.0), "not written after the one that is known"
+    assert not core.learnt(other, 2, 0.0), "not written after the known record"
     assert core.leader_said(other, 1, 0.0, LINE, 0.0) is None
     assert core.record == other
     assert reasons(core).keys() == {"behind"}

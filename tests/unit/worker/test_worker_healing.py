@@ -477,7 +477,7 @@ def test_without_its_coordinator_a_worker_finishes_a_rolling_update_by_itself() 
     assert core.next(COMMIT_GRACE_S) == Swap("u1", None, rolling.version, "keep")
     core.ticked(1.0)
     assert reasons(core).keys() == {"behind"}
-    assert gone(core, 6, True, None) is None  # the next holder goes on with it
+    assert gone(core, 6, True, None) is None  # the next holder continues it
     core.ticked(1.5)
     assert reasons(core) == {}, "it may serve the old again, and holds it"
 

@@ -179,7 +179,7 @@ def test_weights_that_fail_the_canary_are_fetched_again_a_few_times() -> None:
     now = 0.0
     for _ in range(HEAL_TRIES):
         scored(core, WRONG, now)
-        assert not core.ticked(now, busy=True), "a commit still has to tell what they scored"
+        assert not core.ticked(now, busy=True), "a commit still has to report what they scored"
         assert not core.numerics.gave_up
         assert core.ticked(now)
         assert not core.numerics.gave_up, "the weights are on their way"

@@ -1,7 +1,8 @@
 """Refuses regular expressions of an adapter that take too long.
 
-A trainer chooses them, and some take for ever to match a name of sixty characters. Python can't stop one that it has
-begun, and the worker's other threads stand still meanwhile. So another process tries them first, which can be killed.
+A trainer chooses them, and some take for ever to match a name of sixty characters. Python can't stop a match that it
+has begun, and the worker's other threads stand still meanwhile. So another process tries them first, which can be
+killed.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ does not compile is left to the code that uses it later: that code reports the e
 
 
 def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises InvalidWeights if a setting holds no patterns, or one that takes longer than PATTERNS_S. `names`: those of
-    the model with which the patterns are matched."""
+    """Raises InvalidWeights if a setting holds no patterns, or if its patterns take longer than PATTERNS_S. `names`:
+    the names of the model with which the patterns are matched."""
     known = list(names)
     for setting in _SETTINGS:
         given = config.get(setting)
@@ -71,15 +72,11 @@ def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
                 timeout=PATTERNS_S,
                 check=True,
             )
-        except subprocess.TimeoutExpired:
+        except subprocess.SubprocessError as error:
+            is_slow = isinstance(error, subprocess.TimeoutExpired)
+            what = f"takes more than {PATTERNS_S:g} s" if is_slow else "ends the process which tries it"
             raise refuse_key(
                 setting,
-                f"has a regular expression that takes more than {PATTERNS_S:g} s: {unsure[0][:100]!r}",
-                "use a simpler one, or list the names of the modules",
-            ) from None
-        except subprocess.CalledProcessError as error:
-            raise refuse_key(
-                setting,
-                f"has a regular expression that ends the process which tries it: {unsure[0][:100]!r}",
+                f"has a regular expression that {what}: {unsure[0][:100]!r}",
                 "use a simpler one, or list the names of the modules",
             ) from error

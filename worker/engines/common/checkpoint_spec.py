@@ -8,14 +8,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.checkpoint import open_checkpoint
-
-_ENGINE_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Types that an engine converts to its own dtype as it loads."""
+from worker.receive.staging import FLOAT_DTYPES
 
 _HEAD = "lm_head.weight"
 """The tensor that an engine leaves out of a checkpoint if the model's config says `tie_word_embeddings`."""
@@ -49,11 +48,8 @@ class LinearModules:
 
 def saved_specs(model: Path) -> dict[str, TensorSpec]:
     """The tensors of the checkpoint in the directory `model`, as they are saved."""
-    checkpoint = open_checkpoint(model, field="model")
-    try:
+    with closing(open_checkpoint(model, field="model")) as checkpoint:
         return dict(checkpoint.specs)
-    finally:
-        checkpoint.close()
 
 
 def checkpoint_spec(model: Path, dtype: str, engine: Mapping[str, str]) -> CheckpointSpec:
@@ -65,7 +61,7 @@ def checkpoint_spec(model: Path, dtype: str, engine: Mapping[str, str]) -> Check
     specs = saved_specs(model)
     ties = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().tie_word_embeddings
     tied = _ties(specs) if ties else {}
-    floats = {name: spec.dtype for name, spec in specs.items() if spec.dtype in _ENGINE_FLOATS}
+    floats = {name: spec.dtype for name, spec in specs.items() if spec.dtype in FLOAT_DTYPES}
     types = Counter(floats.values())
     as_saved = types[dtype] == max(types.values(), default=0)
     tensors, own = {}, {}

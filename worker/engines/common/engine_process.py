@@ -49,7 +49,7 @@ class EngineProcess(ABC):
     def __init__(self, options: EngineOptions, arguments: dict[str, Any]) -> None:
         self.options = options
         self.arguments = arguments
-        """The engine arguments, beside those that the options set."""
+        """The engine arguments, without the arguments that the options set."""
         self._engine: Any = None
         """The library's own engine."""
         self.directory: Path | None = None
@@ -61,7 +61,7 @@ class EngineProcess(ABC):
         self._watch: ProcessWatch | None = None
         self._processes: dict[int, str] = {}
         self._parents: dict[int, int] = {}
-        """The names and the parents of the processes, which a dead one does not tell any more."""
+        """The names and the parents of the processes: a dead process has none any more."""
         self._blaming: asyncio.Future[None] | None = None
         self._dead: asyncio.Future[NoReturn] | None = None
 

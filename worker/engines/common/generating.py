@@ -8,10 +8,11 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from worker.engines.base import LACKING, EngineAdapter, EngineInfo, EngineOptions
+from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.engines.common.pieces import Piece
+from worker.engines.common.request_gate import requests_of
 from worker.engines.common.spans import SpanLog
 from worker.engines.common.stop_strings import ReplyText
 from worker.engines.common.token_checks import check_pooled, check_tokens, check_tops, refuse_lacking
@@ -66,11 +67,6 @@ class Generating(EngineAdapter, Tokenizing):
         self._tokenizer = load_tokenizer(self._options.model)
         self._eos = eos_tokens(self._options.model, self._tokenizer)
         self._token_texts = TokenTexts(self._tokenizer)
-
-    def _refuse_lacking_op(self, op: str) -> None:
-        """Raises Unsupported if the engine, as it was started, lacks the op."""
-        if (reason := self.info.lacks.get(op)) is not None:
-            raise Unsupported(reason, field="op", fix=LACKING)
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         return self._deltas(request, self._pieces)
@@ -170,8 +166,7 @@ class Generating(EngineAdapter, Tokenizing):
 
     def _abort_tokenized(self, request_ids: list[str] | None) -> int:
         """Aborts requests whose prompts are being tokenized. Returns how many."""
-        names = list(self._requests) if request_ids is None else dict.fromkeys(request_ids)
-        found = [one for name in names if (one := self._requests.get(name)) is not None]
+        found = requests_of(self._requests, request_ids)
         ended = [one for one in found if one.tokenizing and not one.aborted.is_set()]
         for one in ended:
             one.aborted.set()

@@ -32,7 +32,7 @@ class Piece:
     prompt_logprobs: list[float | None] | None = None
     """With the first token, if the request asks for them."""
     routed: RoutedExperts | None = None
-    """If the request asks for them, the experts of tokens that no earlier piece has told, up to the last of these."""
+    """If the request asks for them, the experts of the tokens so far that no earlier piece has reported."""
     sure: bool = True
     """False: at the end the engine reported other weights for the tokens than the labels have."""
     prompt_tops: PromptTops | None = None

@@ -80,8 +80,8 @@ class PoolingHead:
 
 
 def read_head(model: Path, task: PoolingTask) -> PoolingHead:
-    """The head of the model in this directory. Raises Unsupported for one that the engines would compute in different
-    ways."""
+    """Returns the head of the model in this directory. Raises Unsupported for a head that the engines would compute in
+    different ways."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model, local_files_only=True)

@@ -120,7 +120,7 @@ class StartWatch:
         while not self._over.wait(LOOK_S):
             self._look()
             if self._died is not None or self._lost() is not None:
-                for process in self.started:  # and those that start from now on
+                for process in self.started:  # the next look also finds processes that start from now on
                     with contextlib.suppress(ValueError):  # its owner has closed it
                         process.kill()
 
@@ -130,8 +130,9 @@ class StartWatch:
 
 
 class ProcessWatch:
-    """Calls `on_death(pid)` on the running loop, once, when the first vital process ends: one whose name begins with
-    `vital`, or with one of them. Other processes, such as a compiler's helpers, may end at any time."""
+    """Calls `on_death(pid)` on the running loop, once, when the first vital process ends. A process is vital if its
+    name begins with `vital`, or with one of them. Other processes, such as a compiler's helpers, may end at any
+    time."""
 
     def __init__(
         self, processes: Mapping[int, str], vital: str | tuple[str, ...], on_death: Callable[[int], None]

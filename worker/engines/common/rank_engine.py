@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, Generic, TypeVar
 
 from rl_plane.errors import EngineFailed, PlaneError
+from rl_plane.protocol.pooling import lacking_tasks
 from worker.engines.base import EngineOptions, PauseMode
-from worker.engines.capabilities import FullEngine, SpansHosts
+from worker.engines.capabilities import FullEngine
 from worker.engines.common.engine_process import EngineProcess
-from worker.engines.common.generating import Generating
+from worker.engines.common.pooled_requests import NO_LOGPROBS, NO_POOLING_LORA, PooledRequests
 from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
-from worker.engines.common.token_checks import check_adapter
+from worker.engines.common.tool_call_parsing import NO_PARSER, ToolCallParsing
 from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.nodes.head_link import HeadLink
 from worker.nodes.node_part import NodePart
+from worker.nodes.spans_hosts import SpansHosts
 from worker.receive.host_agent.host_agent_client import HostAgentClient
 from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Ranks
@@ -24,7 +26,7 @@ from worker.receive.rank_agents.ranks import Ranks
 P = TypeVar("P", bound=EngineProcess)
 
 
-class RankEngine(Generating, WeightsInRanks, FullEngine, SpansHosts, Generic[P]):
+class RankEngine(PooledRequests, ToolCallParsing, WeightsInRanks, FullEngine, SpansHosts, Generic[P]):
     def __init__(self, options: EngineOptions, process: P) -> None:
         super().__init__(options)
         self.process = process
@@ -41,12 +43,16 @@ class RankEngine(Generating, WeightsInRanks, FullEngine, SpansHosts, Generic[P])
             await self.close()
             raise
 
-    def _lacking_over_hosts(self) -> dict[str, str]:
-        """Returns the capabilities that an engine over several hosts lacks, with the reasons."""
-        nodes = self.process.options.nodes
-        if not isinstance(nodes, HeadLink):
-            return {}
-        return {f"transport:{name}": why for name, why in nodes.lacking_transports().items()}
+    def _lacking_in_common(self) -> dict[str, str]:
+        """Returns what both engines lack for the same reasons: with this task, over these hosts, without a parser."""
+        lacking, nodes = lacking_tasks(self._options.task), self.process.options.nodes
+        if isinstance(nodes, HeadLink):
+            lacking |= {f"transport:{name}": why for name, why in nodes.lacking_transports().items()}
+        if self._tool_call_parser is None:
+            lacking["parse_tool_calls"] = NO_PARSER
+        if self._head is not None:
+            lacking |= NO_POOLING_LORA | {"score": NO_LOGPROBS}
+        return lacking
 
     async def node_died(self) -> str:
         return await self.process.died()
@@ -112,24 +118,19 @@ class RankEngine(Generating, WeightsInRanks, FullEngine, SpansHosts, Generic[P])
             if not was_paused:
                 await self.resume()
 
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Running requests compute their KV again."""
         self._running()
-        self._refuse_lacking_op("score")
+        self.info.require("score", "op")
         checked = check_sequences(sequences, self.info.vocab_size, self.info.max_model_len)
-        check_adapter(adapter, self._adapter_names(), "adapter")
         check_memory(self._released_tags())
         async with self._stopped():
-            scores = await self._score(checked, adapter)
+            scores = await self._score(checked)
         return checked_scores(scores, checked)
 
     @abstractmethod
-    async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
+    async def _score(self, sequences: list[list[int]]) -> Any:
         """Freezes the engine and scores. `score` has checked the arguments, and lets the engine run again."""
-
-    @abstractmethod
-    def _adapter_names(self) -> Collection[str]:
-        """The loaded adapters."""
 
     @abstractmethod
     def _released_tags(self) -> Collection[str]:

@@ -17,19 +17,26 @@ import torch
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidWeights
 from rl_plane.protocol.versions import TensorSpec
+from worker.engines.capabilities import CheckScope
 from worker.engines.common.adapter_patterns import check_patterns_end
 from worker.engines.common.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
+from worker.engines.common.even_ranks import with_even_ranks
 from worker.engines.common.lora import LoraConfig, lora_spec, parse_lora, target_modules
-from worker.engines.common.torch_weights import NAME_OF_DTYPE, host_copies
+from worker.engines.common.torch_weights import NAME_OF_DTYPE, await_copies, host_copies
+from worker.engines.common.weight_checks import TensorChecks
 from worker.receive.rank_agents.agent_server import Method
-from worker.receive.rank_agents.host_areas import MappedWeights, staged_weights, windows
+from worker.receive.rank_agents.host_areas import staged_weights, windows
 from worker.receive.rank_agents.model_description import specs_to_wire
+from worker.receive.staging_area import MappedArea
 from worker.receive.weight_holder import Staged, TensorStream
 
 
 class RankHolder(ABC):
     """Holds the part of the model that one rank has. `swap` runs on the engine's own thread, between two steps; the
     methods of its agent run on the agent's threads."""
+
+    checks: TensorChecks
+    """The checks of this rank's live tensors. A subclass sets it."""
 
     def __init__(
         self, model: Path, dtype: torch.dtype, device: torch.device, dtypes: Mapping[str, torch.dtype]
@@ -45,9 +52,9 @@ class RankHolder(ABC):
         self._linear: LinearModules | None = None
         self._lock = threading.Lock()
         """Held while weights are written."""
-        self._staged: dict[str, MappedWeights] = {}
+        self._staged: dict[str, MappedArea] = {}
         """Mapped base weights, by staging name."""
-        self._taken: MappedWeights | None = None
+        self._taken: MappedArea | None = None
         """The weights of the next swap."""
         self._adapters: dict[str, Staged] = {}
         """Adapters that are ready to be loaded, by staging name."""
@@ -58,10 +65,8 @@ class RankHolder(ABC):
         version, and other weights can be loaded over them."""
 
     @abstractmethod
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> Staged:
-        """Makes what the engine needs of an adapter. `config`: its PEFT config."""
+    def _make_adapter(self, lora: LoraConfig, modules: list[str], tensors: dict[str, torch.Tensor]) -> Staged:
+        """Makes what the engine needs of an adapter, which has one rank and one scaling."""
 
     @abstractmethod
     def _max_rank(self) -> int:
@@ -75,7 +80,7 @@ class RankHolder(ABC):
             return {"tensors": tensors, "tied": dict(self.spec.tied), "device": str(self._device)}
 
         def stage(body: Mapping[str, Any], _: Cancelled) -> None:
-            self._staged[body["staging"]] = staged_weights(directory, body["staging"])
+            self._staged[body["staging"]] = staged_weights(directory, body["staging"])[0]
 
         def take(body: Mapping[str, Any], _: Cancelled) -> None:
             staged = self._staged.pop(body["staging"], None)
@@ -84,14 +89,12 @@ class RankHolder(ABC):
             self.take(staged)
 
         def stage_adapter(body: Mapping[str, Any], cancelled: Cancelled) -> None:
-            weights = staged_weights(directory, body["staging"])
-            assert weights.config is not None, "an adapter"
-            tensors = weights.tensors.items()
-            staged = self.stage_adapter(weights.config, tensors, weights.cast, cancelled)
-            self._adapters[body["staging"]] = staged
+            area, config = staged_weights(directory, body["staging"])
+            assert config is not None, "an adapter"
+            self._adapters[body["staging"]] = self.stage_adapter(config, area.tensors.items(), cancelled)
 
         def overwrite(body: Mapping[str, Any], cancelled: Cancelled) -> None:
-            self.overwrite(windows(directory, rank, cancelled), body["cast"], cancelled)
+            self.overwrite(windows(directory, rank, cancelled), cancelled)
 
         def discard(body: Mapping[str, Any], _: Cancelled) -> None:
             self._taken = None  # another rank may have failed to take it
@@ -100,6 +103,7 @@ class RankHolder(ABC):
 
         return {
             "ping": lambda body, cancelled: None,
+            "check": lambda body, cancelled: self.checks.row(body["action"], CheckScope(**body["scope"])),
             "describe": describe,
             "adapter_spec": lambda body, cancelled: specs_to_wire(self.adapter_spec(body["config"])),
             "stage": stage,
@@ -116,12 +120,12 @@ class RankHolder(ABC):
             raise EngineFailed(f"no adapter is staged as {staging!r}")
         return staged
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         """Loads tensors as they come. Runs beside the engine's thread, which makes no step while the engine is
         paused."""
-        self._write(self._torch_tensors(tensors, cast, cancelled))
+        self._write(self._torch_tensors(tensors, cancelled))
 
-    def take(self, weights: MappedWeights) -> None:
+    def take(self, weights: MappedArea) -> None:
         """Takes the weights that the next `swap` loads."""
         self._taken = weights
 
@@ -131,8 +135,8 @@ class RankHolder(ABC):
         taken, self._taken = self._taken, None
         if taken is None:
             raise EngineFailed("no weights were taken for this swap")
-        self._write(self._torch_tensors(taken.tensors.items(), taken.cast, never))
-        return taken.area.released()
+        self._write(self._torch_tensors(taken.tensors.items(), never))
+        return taken.released()
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         with self._writing():
@@ -146,20 +150,21 @@ class RankHolder(ABC):
         on_gpu = self._device.type == "cuda"
         with self._lock, torch.no_grad(), torch.cuda.device(self._device) if on_gpu else nullcontext():
             try:
-                self._settle()
+                await_copies(self._device)
                 yield
             finally:
-                self._settle()
+                await_copies(self._device)
 
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def _torch_tensors(
-        self, tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _torch_tensors(self, tensors: TensorStream, cancelled: Cancelled) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors without those of tied names, in the model's dtypes: cast, or in the mapped memory."""
-        return host_copies(tensors, self.spec.tensors, self.spec.tied, cast, cancelled, self.spec.own)
+        return host_copies(tensors, self.spec.tensors, self.spec.tied, cancelled, self.spec.own)
+
+    def stage_adapter(self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled) -> Staged:
+        """`config`: the adapter's PEFT config."""
+        lora, modules, spec = self._adapter(config)
+        copies = dict(host_copies(tensors, spec, frozenset(), cancelled))
+        even, copies = with_even_ranks(lora, modules, copies)
+        return self._make_adapter(even, modules, copies)
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         return self._adapter(config)[2]

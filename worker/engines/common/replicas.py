@@ -39,8 +39,8 @@ def replica_of(pid: int, names: Mapping[int, str], parents: Mapping[int, int]) -
 
 
 def scores_of_replicas(scores: Sequence[list[list[float]]]) -> list[list[float]]:
-    """Returns the scores of one replica. EngineFailed if another one computes other numbers: then at least one has
-    wrong weights, and which one it is can't be told."""
+    """Returns the scores of one replica. Raises EngineFailed if two replicas compute different numbers. Then at least
+    one has wrong weights, and the scores don't show which."""
     first = scores[0]
     for replica, rows in enumerate(scores[1:], 1):
         for number, (ones, others) in enumerate(zip(first, rows, strict=True)):

@@ -7,13 +7,16 @@ and `load` call the gate's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import PauseMode
+
+R = TypeVar("R")
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +33,11 @@ class GatedRequest:
     """The base weights of the oldest KV that the request keeps, if they have been replaced since."""
     has_token: bool = False
     """It has made a token. The engine sets it."""
+
+
+def requests_of(requests: Mapping[str, R], ids: Iterable[str] | None) -> list[R]:
+    """Returns the running requests with these ids (None: all), each of them once."""
+    return [requests[one] for one in dict.fromkeys(requests if ids is None else ids) if one in requests]
 
 
 class RequestGate:
@@ -93,16 +101,12 @@ class RequestGate:
 
     def abort(self, request_ids: Iterable[str] | None, reason: FinishReason = "abort") -> int:
         """Ends these requests (None: all). Returns how many of them were running or waiting."""
-        count = 0
-        for request_id in list(self._requests if request_ids is None else request_ids):
-            one = self._requests.get(request_id)
-            if one is None:
-                continue
+        ended = requests_of(self._requests, request_ids)
+        for one in ended:
             one.ended = reason
             one.wake.set()
             self.leave(one)
-            count += 1
-        return count
+        return len(ended)
 
     def abort_adapter(self, name: str) -> int:
         """Ends the requests of this adapter."""

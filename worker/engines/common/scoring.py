@@ -10,11 +10,12 @@ from rl_plane.errors import EngineFailed, InvalidRequest, Unavailable
 from worker.engines.common.token_checks import check_vocabulary
 
 MIN_TOKENS = 2
-"""A sequence of one token has no token after the first."""
+"""The fewest tokens of a sequence. The first token gets no score, so a shorter sequence would have none."""
 MAX_TOKENS = 256
-"""A canary of this length passes every layer many times, and its logits still fit beside a full GPU."""
+"""The most tokens of a sequence. A canary of this length passes every layer many times, and its logits still fit beside
+a full GPU."""
 MAX_SEQUENCES = 32
-"""A paused fleet waits for all of them: a canary has a few."""
+"""The most sequences of one call. A canary has a few. The fleet is paused while the engine scores all of them."""
 
 LOGPROB_FLOOR = -10_000.0
 """The lowest score. It replaces -inf, which JSON does not have, and everything below. Logprobs of a usable model are

@@ -22,8 +22,8 @@ def shared_names(processes: Iterable[int], begin: str = "") -> set[Path]:
 
 
 def mapped_files(processes: Iterable[int]) -> set[int]:
-    """Returns the inodes of the files in /dev/shm that one of these processes has mapped. They may have no name. A
-    semaphore has another name than the one that its maker has mapped."""
+    """Returns the inodes of the files in /dev/shm that one of these processes has mapped. They may have no name. The
+    maker of a semaphore maps the file under another name than the name that the semaphore gets."""
     found = set()
     for pid in processes:
         with contextlib.suppress(OSError):  # it has ended

@@ -69,7 +69,7 @@ def check_tops(request: GenerateRequest, most: int) -> None:
 def no_cut_rows(*outside: str) -> dict[str, str]:
     """The part of `EngineInfo.lacks` of an engine that reports routed experts only for a request that it ends itself.
     `outside`: the fields by which, set together, the adapter ends the request."""
-    reason = f"this engine tells no routed experts where {' with '.join(outside)} ends a choice"
+    reason = f"this engine reports no routed experts where {' with '.join(outside)} ends a choice"
     return {f"generate:{TOGETHER.join((*outside, 'routed_experts'))}": reason}
 
 
@@ -120,7 +120,7 @@ def check_adapter(adapter: str | None, loaded: Collection[str], field: str) -> N
         raise InvalidRequest(
             f"there is no adapter {adapter[:64]!r} here",
             field=field,
-            fix="name one that is loaded, or the base model" if field == "model" else "name one that is loaded",
+            fix="name a loaded adapter, or the base model" if field == "model" else "name a loaded adapter",
         )
 
 

@@ -45,17 +45,15 @@ def eos_tokens(model: Path, tokenizer: Any) -> frozenset[int]:
 
 
 async def prompt_tokens(tokenizer: Any, request: GenerateRequest) -> list[int]:
-    return kept_of_prompt(request, await _whole_prompt(tokenizer, request))
-
-
-async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
     request.check_one_prompt()
     if request.prompt_token_ids is not None:
-        return list(request.prompt_token_ids)
-    if request.prompt is not None:
+        ids = list(request.prompt_token_ids)
+    elif request.prompt is not None:
         pair = request.pooling.text_pair if request.pooling is not None else None
-        return await _encoded(tokenizer, request.prompt, request.add_special_tokens, None, pair)
-    return await _rendered(tokenizer, request.messages or [], request.rendering, None)
+        ids = await _encoded(tokenizer, request.prompt, request.add_special_tokens, None, pair)
+    else:
+        ids = await _rendered(tokenizer, request.messages or [], request.rendering, None)
+    return kept_of_prompt(request, ids)
 
 
 async def _encoded(
@@ -143,7 +141,8 @@ class TokenTexts:
 
 
 class IncrementalText:
-    """The text of tokens as they arrive. Characters that more bytes may complete are held back until the last token."""
+    """The text of tokens as they arrive. It holds back characters that more bytes may complete, until the last
+    token."""
 
     _WINDOW = 16  # tokens decoded anew each time: some context, for tokenizers whose tokens depend on it
 

@@ -73,7 +73,7 @@ class ToolCallParsing(Generating, CanParseToolCalls):
         self._tool_call_parser = name
 
     async def parse_tool_calls(self, token_ids: list[int], tools: list[dict[str, Any]]) -> ParsedToolCalls:
-        self._refuse_lacking_op("parse_tool_calls")
+        self.info.require("parse_tool_calls", "op")
         assert self._tool_call_parser is not None, "the op is refused without a parser"
         check_vocabulary("tokens", token_ids, self.info.vocab_size)
         said = token_ids[:-1] if token_ids and token_ids[-1] in self._eos else token_ids

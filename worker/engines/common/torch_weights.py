@@ -59,15 +59,15 @@ class ModelWeights:
         self._lock = threading.Lock()
         self.checks = TensorChecks(lambda: state, self._lock)
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
-        return StagedTensors(dict(host_copies(tensors, self.spec, self.tied, cast, cancelled, self._own)))
+    def stage(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> StagedTensors:
+        return StagedTensors(dict(host_copies(tensors, self.spec, self.tied, cancelled, self._own)))
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> None:
         """Loads tensors one after the other as they arrive. If it raises, the weights are a mixture."""
         with self._lock, torch.no_grad():
-            for name, tensor in host_copies(tensors, self.spec, self.tied, cast, cancelled, self._own):
+            for name, tensor in host_copies(tensors, self.spec, self.tied, cancelled, self._own):
                 self.targets[name].copy_(tensor)
-            self._settle()
+            await_copies(self._model.device)
 
     def load(self, staged: StagedTensors, names: Collection[str] | None = None) -> None:
         """Copies staged weights into the live ones, so that tied weights and views stay what they are. No step may run.
@@ -75,32 +75,35 @@ class ModelWeights:
         with self._lock, torch.no_grad():
             for name in staged.tensors if names is None else names:
                 self.targets[name].copy_(staged.tensors[name])
-            self._settle()
+            await_copies(self._model.device)
 
     def reset(self) -> None:
         """Writes noise over every floating point tensor. No step may run."""
         with self._lock:
             write_noise(self.targets.items())
-            self._settle()
+            await_copies(self._model.device)
 
-    def _settle(self) -> None:
-        # The generation steps run on a CUDA stream of their own, which does not wait for these copies.
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+
+def await_copies(device: torch.device) -> None:
+    """Waits until all copies to this device are done. An engine's steps run on CUDA streams of their own, which do not
+    wait for copies."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def host_copies(
     tensors: TensorStream,
     wanted: Mapping[str, TensorSpec],
     tied: Collection[str],
-    cast: bool,
     cancelled: Callable[[], bool],
     own: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields tensors in the dtypes of `wanted`, without those of `tied` names. Each is a copy, unless it is `owned`
-    and needs no cast: then it is the given memory. A tensor that must be cast gets the
-    dtype that `own` has for its name, if it has one. Raises InvalidWeights for a tensor that does not fit, and at the
-    end for missing tensors."""
+    """Yields tensors in the dtypes of `wanted`, without the tensors of `tied` names.
+
+    Each is a copy, unless it is `owned` and needs no cast: then it is the given memory. A tensor that must be cast gets
+    the dtype that `own` has for its name, if it has one. The receiver has checked the tensors, in another process if
+    the engine has ranks. This check of names, shapes and number is the last before the engine's memory. Raises
+    InvalidWeights for a tensor that does not fit, and at the end for missing tensors."""
     left = set(wanted)
     for name, tensor in tensors:
         if cancelled():
@@ -111,10 +114,6 @@ def host_copies(
         if spec is None or spec.shape != tensor.spec.shape:
             raise InvalidWeights(
                 f"{name} {list(tensor.spec.shape)} does not fit the model", field=name, fix="send its weights"
-            )
-        if spec.dtype != tensor.spec.dtype and not cast:
-            raise InvalidWeights(
-                f"{name} is {tensor.spec.dtype}, the model's is {spec.dtype}", field=name, fix="set cast: true"
             )
         left.discard(name)
         dtype = spec.dtype if tensor.spec.dtype == spec.dtype else own.get(name, spec.dtype)
@@ -154,8 +153,8 @@ def _saved_name(model: Any, name: str, saved: Collection[str]) -> str:
 def _checkpoint_views(model: Any) -> dict[str, torch.Tensor]:
     """Maps each checkpoint name to the part of the live model that it fills.
 
-    Most names are those of the state dict. A model that fuses or renames tensors (mixtures of experts) is asked to
-    convert its state back to checkpoint form: some tensors come back as views of the live ones, some as copies. For the
+    Most names are those of the state dict. If a model fuses or renames tensors (mixtures of experts), its library
+    converts the state back to checkpoint form: it returns views of some live tensors, and copies of others. For the
     copies, the same conversion runs on tensors that hold their own element numbers, which tell the view.
     """
     from transformers.core_model_loading import revert_weight_conversion

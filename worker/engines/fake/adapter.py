@@ -17,7 +17,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
@@ -159,11 +159,8 @@ class FakeEngine(WeightsInProcess, FullEngine):
         )
 
     def _load(self) -> FakeWeights:
-        checkpoint = open_checkpoint(self._options.model, field="model")
-        try:
+        with closing(open_checkpoint(self._options.model, field="model")) as checkpoint:
             return FakeWeights(self._read(checkpoint))
-        finally:
-            checkpoint.close()
 
     def _read(self, checkpoint: Checkpoint) -> dict[str, FakeTensor]:
         if not self.config.hold_bytes:
@@ -396,15 +393,13 @@ class FakeEngine(WeightsInProcess, FullEngine):
                 self.weights = FakeWeights(mixed)  # its digest is the one of these bytes, also half-way
                 self._miscomputes = self.config.miscompute
 
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the logprobs of `fake_prompt_logprobs`, without the first token's."""
         self._held()
         checked = check_sequences(sequences, self.config.vocab_size, self.config.max_model_len)
-        check_adapter(adapter, self.adapters, "adapter")
         check_memory(self._released)
         await asyncio.sleep(0)
-        digests = self._computed_with(), None if adapter is None else self.adapters[adapter].digest
-        rows = [fake_prompt_logprobs(digests[0], sequence, digests[1])[1:] for sequence in checked]
+        rows = [fake_prompt_logprobs(self._computed_with(), sequence)[1:] for sequence in checked]
         return checked_scores([[value for value in row if value is not None] for row in rows], checked)
 
     # adapters

@@ -48,7 +48,8 @@ def token_of(made: bytes, vocab_size: int) -> int:
 
 
 def permitted(request: GenerateRequest, token: int, made: list[int], vocab_size: int) -> int:
-    """Returns `token`, or, if the request bars it after the tokens of `made`, another one that follows from it."""
+    """Returns `token`. If the request bars it after the tokens of `made`, it returns another token that follows from
+    it."""
     allowed, bias = request.allowed_token_ids, request.logit_bias
     if not (allowed or bias or request.bad_words_token_ids or request.min_tokens):
         return token
@@ -173,9 +174,9 @@ class FakeTensor:
         """The tensor of these bytes."""
         return cls(spec, hex_digest(data, algorithm), data)
 
-    def digest_now(self, algorithm: DigestAlgorithm | None = None) -> str:
-        """The digest of the bytes as they are now, if the engine holds them. `algorithm` None: that of `digest`."""
-        return self.digest if self.data is None else hex_digest(self.data, algorithm or algorithm_of(self.digest))
+    def digest_now(self) -> str:
+        """The digest of the bytes as they are now, if the engine holds them."""
+        return self.digest if self.data is None else hex_digest(self.data, DEFAULT_ALGORITHM)
 
 
 class FakeWeights:
@@ -195,11 +196,7 @@ class FakeWeights:
 
     def checksum(self, scope: CheckScope) -> dict[str, Any]:
         """`checksum` for all tensors, and `checksums` by tensor, as `scope` says."""
-        each = {
-            name: tensor.digest_now(DEFAULT_ALGORITHM)
-            for name, tensor in sorted(self.tensors.items())
-            if scope.covers(name)
-        }
+        each = {name: tensor.digest_now() for name, tensor in sorted(self.tensors.items()) if scope.covers(name)}
         lines = [f"{name} {self.tensors[name].spec} {digest}" for name, digest in each.items()]
         whole = hex_digest("\n".join(["fake", *lines]).encode(), DEFAULT_ALGORITHM)
         return {"checksum": whole, **({"checksums": each} if scope.per_tensor else {})}
@@ -213,7 +210,7 @@ class FakeWeights:
 
     def _digest_now(self, name: str) -> str | None:
         tensor = self.tensors.get(name)
-        return None if tensor is None else tensor.digest_now(DEFAULT_ALGORITHM)
+        return None if tensor is None else tensor.digest_now()
 
     def noise(self) -> FakeWeights:
         """Other weights of the same shapes."""

@@ -14,7 +14,7 @@ from rl_plane.protocol.versions import DEFAULT_ALGORITHM, HostTensor, TensorSpec
 from worker.engines.common.lora import lora_spec, parse_lora, target_modules
 from worker.engines.fake.config import FakeConfig
 from worker.engines.fake.fake_model import FakeAdapter, FakeTensor, FakeWeights, linear_modules
-from worker.receive.weight_holder import TensorStream
+from worker.receive.weight_holder import TensorStream, WeightHolder
 
 STEP_S = 0.02
 """Seconds between two looks for a cancel during a delay on a thread."""
@@ -32,22 +32,17 @@ class HeldWeights(Protocol):
         engine is not paused."""
 
 
-class FakeHolder:
-    """A WeightHolder."""
-
+class FakeHolder(WeightHolder):
     def __init__(self, engine: HeldWeights) -> None:
         self._engine = engine
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self._engine.weight_spec()
 
-    def tied_tensors(self) -> Mapping[str, str]:
-        return {}
-
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> FakeWeights:
+    def stage(self, tensors: TensorStream, cancelled: Cancelled) -> FakeWeights:
         return FakeWeights(self._taken(tensors, cancelled))
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         """Waits `stage_delay_s` before the first tensor, as `stage` does."""
         with self._engine.half_written() as mixed:
             self._delay(cancelled)
@@ -66,9 +61,7 @@ class FakeHolder:
         dtypes = {module: specs[f"{module}.weight"].dtype for module in linear}
         return lora_spec(lora, target_modules(lora, linear), linear, dtypes)
 
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> FakeAdapter:
+    def stage_adapter(self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled) -> FakeAdapter:
         return FakeAdapter(self._taken(tensors, cancelled), config)
 
     def _taken(self, tensors: TensorStream, cancelled: Cancelled) -> dict[str, FakeTensor]:

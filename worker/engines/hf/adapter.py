@@ -27,6 +27,7 @@ from worker.engines.capabilities import WHOLE, CanCheckWeights, CanLoadAdapters,
 from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.generating import Generating
 from worker.engines.common.pieces import Piece
+from worker.engines.common.request_gate import requests_of
 from worker.engines.common.scoring import check_sequences, checked_scores
 from worker.engines.common.token_checks import NO_EXPERTS, NO_FORM, check_adapter, most_tops
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
@@ -36,14 +37,12 @@ from worker.engines.hf.holder import HfHolder
 from worker.engines.hf.loaded_model import load_model
 from worker.engines.hf.loop import GenerationLoop
 from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
-from worker.engines.hf.pooling_engine import HfPoolingEngine
+from worker.engines.hf.pooling_engine import NO_SLEEP, HfPoolingEngine
 from worker.engines.hf.streams import HfStream
 from worker.receive.weight_receiver import Receiver, load_transports
 
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that `close` waits for the running step. The thread is a daemon, so a hung step can't hold the process."""
-
-_NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
 
 
 class HfArguments(Body):
@@ -165,9 +164,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 loop.call(lambda: loop.abort([stream]))
 
     async def abort(self, request_ids: list[str] | None) -> int:
-        streams = None
-        if request_ids is not None:
-            streams = [self._streams[name] for name in dict.fromkeys(request_ids) if name in self._streams]
+        streams = None if request_ids is None else requests_of(self._streams, request_ids)
         before = self._abort_tokenized(request_ids)
         count: int = await self._call(lambda loop: loop.abort(streams))
         return before + count
@@ -231,10 +228,10 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     def set_version(self, version: WeightVersion) -> None:
         self.loop.version = version
 
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         info = self.info
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
-        return checked_scores(await self._call(lambda loop: loop.score(checked, adapter)), checked)
+        return checked_scores(await self._call(lambda loop: loop.score(checked)), checked)
 
     # adapters
 
@@ -307,7 +304,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
 
 def _lacks(has_experts: bool) -> dict[str, str]:
-    lacking = {"release_memory": _NO_SLEEP, "resume_memory": _NO_SLEEP, "generate:structured_output": NO_FORM}
+    lacking = {"release_memory": NO_SLEEP, "resume_memory": NO_SLEEP, "generate:structured_output": NO_FORM}
     if not has_experts:
         lacking["generate:routed_experts"] = NO_EXPERTS
     return lacking if have_peft() else lacking | {"prepare_update:lora": NO_PEFT, "update_weights:lora": NO_PEFT}

@@ -8,13 +8,12 @@ from typing import Any
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import Unsupported
 from rl_plane.protocol.versions import TensorSpec
-from worker.engines.common.base_weights import BaseWeights
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
 from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
-from worker.receive.weight_holder import TensorStream
+from worker.receive.weight_holder import TensorStream, WeightHolder
 
 
-class HfBaseHolder(BaseWeights):
+class HfBaseHolder(WeightHolder):
     """A WeightHolder without adapters. `forget_weights()` says that the weights are of no version from here on."""
 
     def __init__(self, weights: ModelWeights, forget_weights: Callable[[], None]) -> None:
@@ -27,12 +26,12 @@ class HfBaseHolder(BaseWeights):
     def tied_tensors(self) -> Mapping[str, str]:
         return self.weights.tied
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
-        return self.weights.stage(tensors, cast, cancelled)
+    def stage(self, tensors: TensorStream, cancelled: Cancelled) -> StagedTensors:
+        return self.weights.stage(tensors, cancelled)
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         self._forget_weights()
-        self.weights.overwrite(tensors, cast, cancelled)
+        self.weights.overwrite(tensors, cancelled)
 
 
 class HfHolder(HfBaseHolder):
@@ -48,6 +47,6 @@ class HfHolder(HfBaseHolder):
         return self.adapters.spec(config)
 
     def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+        self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled
     ) -> HfStagedAdapter:
-        return self.adapters.stage(config, tensors, cast, cancelled)
+        return self.adapters.stage(config, tensors, cancelled)

@@ -76,7 +76,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._ended = False
         self._stopping = False
-        self._gate_closed = False  # new requests are held
+        self._gate_closed = False  # new requests wait
         self.frozen = False  # no step runs
         self._drain: Future[None] | None = None
         self._live: dict[str, HfStream] = {}  # known to the scheduler
@@ -190,10 +190,9 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._adapters.remove(name)
         self.adapter_versions.pop(name, None)
 
-    def score(self, sequences: list[list[int]], adapter: str | None) -> list[list[float]]:
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Runs a forward of its own without a cache, for as many sequences at once as a step has tokens."""
-        check_adapter(adapter, self.adapter_versions, "adapter")
-        model, most = self._adapters.model_of(adapter), self.continuous_batching_config.max_batch_tokens
+        model, most = self._adapters.model_of(None), self.continuous_batching_config.max_batch_tokens
         return [row for batch in in_batches(sequences, most) for row in score_batch(model, batch)]
 
     def stop_loop(self) -> None:

@@ -21,7 +21,7 @@ from rl_plane.errors import EngineFailed, InvalidWeights
 from rl_plane.protocol.versions import TensorSpec
 from worker.engines.common.adapter_patterns import check_patterns_end
 from worker.engines.common.lora import check_numbers, refuse_key, refuse_other_keys
-from worker.engines.common.torch_weights import NAME_OF_DTYPE, host_copies
+from worker.engines.common.torch_weights import NAME_OF_DTYPE, await_copies, host_copies
 from worker.receive.weight_holder import TensorStream
 
 NO_PEFT = "peft is not installed here: install rl-plane[hf]"
@@ -136,10 +136,10 @@ class ModelAdapters:
         return found
 
     def stage(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
+        self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Callable[[], bool]
     ) -> HfStagedAdapter:
         spec = self.spec(config)
-        copies = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
+        copies = dict(host_copies(tensors, spec, frozenset(), cancelled))
         model = _sharing(self._model, lambda tensor: tensor)
         _inject(config, model)
         import peft
@@ -152,8 +152,7 @@ class ModelAdapters:
                 f"PEFT did not take the adapter as a whole: {[*empty, *result.unexpected_keys][:3]}"
             )
         model.eval().requires_grad_(False)
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+        await_copies(self._model.device)
         return HfStagedAdapter(model)
 
     def put(self, name: str, staged: HfStagedAdapter) -> None:

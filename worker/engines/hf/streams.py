@@ -17,7 +17,8 @@ from worker.engines.common.spans import Label
 from worker.engines.hf.constraints import Constraint
 
 MIN_P = 1e-300
-"""A probability below any other: then `min_p` bars no token."""
+"""A probability below any that a token can have. It stands for a `min_p` of 0, which bars no token and has no
+logarithm."""
 
 SCORED_ROWS = 64
 """Rows of a prompt's logits that are widened to float32 at once. With a large vocabulary, all rows would take much

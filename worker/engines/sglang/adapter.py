@@ -16,7 +16,6 @@ from typing import Any
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
-from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import ParsedCall
 from rl_plane.weights.checkpoint import open_checkpoint
@@ -24,12 +23,12 @@ from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMod
 from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
-from worker.engines.common.pooled_requests import NO_LOGPROBS, NO_POOLING_LORA, PooledRequests
 from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.replicas import scores_of_replicas
+from worker.engines.common.request_gate import requests_of
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
-from worker.engines.common.tool_call_parsing import ARGUMENT, NO_PARSER, ToolCallParsing
+from worker.engines.common.tool_call_parsing import ARGUMENT
 from worker.engines.sglang.args import check_cpu, check_nodes, parse_arguments
 from worker.engines.sglang.limits import RAW_EMBEDDING, check_model, check_pooling, lora_targets_on_cpu
 from worker.engines.sglang.lora_references import lora_reference
@@ -48,7 +47,7 @@ NO_SAVER = "start it on a GPU with --enable-memory-saver"
 NO_SEEDS = "SGLang looks at seeds in its deterministic mode only: start it with --deterministic"
 NO_SEEDS_CPU = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
 
-NO_GRAMMARS = "the engine was told so: start it without --engine-arg grammar_backend=none"
+NO_GRAMMARS = "the engine was started without grammars: start it without --engine-arg grammar_backend=none"
 
 PENALIZED = (
     "SGLang counts a request's tokens anew after each update, and its logprobs would be of penalized logits"
@@ -109,7 +108,7 @@ def _process_of(options: EngineOptions) -> SglangProcess:
     return SglangProcess(options, arguments, device, int(gpu or 0))
 
 
-class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
+class SglangEngine(RankEngine[SglangProcess]):
     def __init__(self, options: EngineOptions, process: SglangProcess | None = None) -> None:
         """`process`: the default is SGLang's own, built from the options."""
         super().__init__(options, process or _process_of(options))
@@ -166,7 +165,7 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
 
         engine, config = self.process.engine, self.process.manager.model_config
         arguments = engine.server_args
-        lacking = NO_CHOICE | self._lacking_over_hosts() | lacking_tasks(self._options.task)
+        lacking = dict(NO_CHOICE)
         if not arguments.enable_lora:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         if self._on_cpu or not arguments.enable_memory_saver:
@@ -176,8 +175,6 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
         lacking |= lacking_seeds(
             self._on_cpu, arguments.sampling_backend, arguments.enable_deterministic_inference
         )
-        if self._tool_call_parser is None:
-            lacking["parse_tool_calls"] = NO_PARSER
         if arguments.grammar_backend == "none":
             lacking["generate:structured_output"] = NO_GRAMMARS
         if not arguments.enable_return_routed_experts:
@@ -185,8 +182,6 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
             lacking["generate:routed_experts"] = NO_ROUTED if has_experts else NO_EXPERTS
         else:
             lacking |= no_cut_rows("stop") | no_cut_rows("stop_token_ids", "ignore_eos")
-        if self._head is not None:
-            lacking |= NO_POOLING_LORA | {"score": NO_LOGPROBS}
         return EngineInfo(
             engine="sglang",
             engine_version=sglang.__version__,
@@ -199,7 +194,7 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
             dp_size=self.process.replicas,
             vocab_size=config.vocab_size,
             max_model_len=int(engine._scheduler_init_result.scheduler_infos[0]["max_req_input_len"]),
-            lacks=lacking,
+            lacks=lacking | self._lacking_in_common(),
             transports=self.host.transports,
             tied=self.model.tied,
             deterministic=arguments.enable_deterministic_inference,
@@ -257,8 +252,7 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
 
     async def abort(self, request_ids: list[str] | None) -> int:
         feeder = self._requests_in_sglang()
-        names = feeder.streams if request_ids is None else request_ids
-        streams = [feeder.streams[name] for name in dict.fromkeys(names) if name in feeder.streams]
+        streams = requests_of(feeder.streams, request_ids)
         before = self._abort_tokenized(request_ids)
         await feeder.abort(streams)
         return before + len(streams)
@@ -397,10 +391,9 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
             stream.kv = (stream.kv or version) if stream.rid in (kept or ()) else None
         return kept
 
-    async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
-        lora_id = "" if adapter is None else self._adapters[adapter].lora_id
+    async def _score(self, sequences: list[list[int]]) -> Any:
         await self._freeze()
-        rows = await self.process.call("score", sequences=json.dumps(sequences), lora_id=lora_id)
+        rows = await self.process.call("score", sequences=json.dumps(sequences))
         if any(row["forgot"] for row in rows):
             if not all(row["forgot"] for row in rows):
                 # In one replica all requests have lost their KV. So they do in each.
@@ -411,9 +404,6 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
     def _by_replica(self, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         size = len(rows) // self.process.replicas
         return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-    def _adapter_names(self) -> Collection[str]:
-        return self._adapters
 
     def _released_tags(self) -> Collection[str]:
         return self._released
@@ -519,13 +509,13 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
             key = self._next_key()
             self._requests_in_sglang().key, self._version = key, None
             await self.process.call("reset", key=key)
-        return [{"rank": rank} for rank in range(self.process.ranks.count)]
+        return self._rows()
 
     # memory
 
     async def release_memory(self, tags: list[str]) -> None:
         """Retracts frozen requests: they compute their KV again."""
-        self._refuse_lacking_op("release_memory")
+        self.info.require("release_memory", "op")
         await self._freeze("retract")  # SGLang ends the process if a request runs
         await self.process.ask(self._release(tags))
 
@@ -540,7 +530,7 @@ class SglangEngine(RankEngine[SglangProcess], PooledRequests, ToolCallParsing):
                 self._released.update(wanted)
 
     async def resume_memory(self, tags: list[str]) -> None:
-        self._refuse_lacking_op("resume_memory")
+        self.info.require("resume_memory", "op")
         await self.process.ask(self._take_back(tags))
 
     async def _take_back(self, tags: list[str]) -> None:

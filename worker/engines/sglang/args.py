@@ -36,7 +36,7 @@ OURS = {
     "enable_lmcache": IN_HOST_MEMORY,
     "enable_lora": "give max_lora_rank",
     "enable_paged_experts": OTHER_COPIES,
-    "enable_pdmux": "leave it out: SGLang goes on with prompts while it is paused, and would mix weights",
+    "enable_pdmux": "leave it out: SGLang computes prompts even while it is paused, and would mix weights",
     "enable_unified_cache_external_linker": IN_HOST_MEMORY,
     "ep_num_redundant_experts": PLACED_ANEW,
     "hicache_storage_backend": IN_HOST_MEMORY,
@@ -127,8 +127,8 @@ def check_nodes(arguments: Mapping[str, Any], nodes: int) -> None:
         raise InvalidRequest(
             f"a model with pp_size {stages} and tp_size {parts} can't be divided among {nodes} nodes",
             field="nnodes",
-            fix="use a pp_size that nnodes divides; or one that divides nnodes, with a tp_size that nnodes/pp_size "
-            "divides",
+            fix="use a pp_size that nnodes divides; or a pp_size that divides nnodes, with a tp_size that "
+            "nnodes/pp_size divides",
         )
 
 

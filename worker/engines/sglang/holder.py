@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
-from worker.engines.common.even_ranks import with_even_ranks
 from worker.engines.common.lora import SWITCH_ON, LoraConfig, lora_spec
 from worker.engines.common.rank_holder import RankHolder
-from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
+from worker.engines.common.torch_weights import DTYPE_OF_NAME
 from worker.engines.common.weight_checks import TensorChecks, write_noise
 from worker.engines.sglang.limits import check_updates
 from worker.engines.sglang.lora_references import lora_reference
-from worker.receive.weight_holder import TensorStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +28,11 @@ class SglangStagedAdapter:
 class SglangHolder(RankHolder):
     """The weights of one rank, and its loaded adapters."""
 
-    def __init__(self, model: Path, scheduler: Any, check: Callable[[Any], None] = check_updates) -> None:
-        """`check(runner)` raises Unsupported if this model runner of SGLang can't take new weights."""
+    def __init__(self, model: Path, scheduler: Any) -> None:
         runner = scheduler.tp_worker.model_runner
         dtypes = {name: tensor.dtype for name, tensor in runner.model.state_dict().items()}
         super().__init__(model, runner.model_config.dtype, model_device(runner.model), dtypes)
         self._scheduler = scheduler
-        self._check = check
         self._lora = runner.lora_manager if runner.server_args.enable_lora else None
         self._aside: dict[str, list[Any]] = {}
         """Adapter → its entries in SGLang's tables, while it is removed here and perhaps not in every rank."""
@@ -45,19 +40,16 @@ class SglangHolder(RankHolder):
 
     def check_updates(self) -> None:
         """Raises Unsupported if this rank can't take new weights."""
-        self._check(self._scheduler.tp_worker.model_runner)
+        check_updates(self._scheduler.tp_worker.model_runner)
 
     def reset(self) -> None:
         with self._writing():
             write_noise(self._scheduler.tp_worker.model_runner.model.named_parameters())
 
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+    def _make_adapter(
+        self, lora: LoraConfig, modules: list[str], tensors: dict[str, torch.Tensor]
     ) -> SglangStagedAdapter:
-        lora, modules, spec = self._adapter(config)
-        staged = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
-        lora, staged = with_even_ranks(lora, modules, staged)
-        return SglangStagedAdapter(lora, self._nothing_beside(lora, modules) | staged)
+        return SglangStagedAdapter(lora, self._nothing_beside(lora, modules) | tensors)
 
     def _nothing_beside(self, lora: LoraConfig, modules: list[str]) -> dict[str, torch.Tensor]:
         """Zeros for the modules that SGLang joins with these in one layer. It takes an adapter of a whole layer only,
@@ -137,7 +129,7 @@ class SglangHolder(RankHolder):
                 fix="start it without speculative decoding",
             )
         runner = runners[0][1]
-        self._check(runner)
+        check_updates(runner)
         runner.weight_updater.begin_weight_update()
         try:
             runner.model.load_weights(iter(tensors))

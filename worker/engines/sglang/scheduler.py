@@ -14,7 +14,6 @@ from typing import Any
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
-from worker.engines.capabilities import CheckScope
 from worker.engines.sglang.holder import SglangHolder, SglangStagedAdapter
 from worker.engines.sglang.kept_kv import KeptKv
 from worker.engines.sglang.pipeline import stands_still
@@ -41,7 +40,7 @@ class Rank:
         self._ended = threading.Condition()
         rank, directory = _number(), Path(told["directory"])
         methods = self._holder.agent_methods(directory, rank)
-        methods |= {"check": self._check, "outcome": self._tell_outcome}
+        methods |= {"outcome": self._tell_outcome}
         self._agent = AgentServer.of_rank(directory, rank, methods)
 
     def serve(self) -> None:
@@ -74,9 +73,6 @@ class Rank:
                 self._ended.wait(LOOK_S)
         return self._outcome
 
-    def _check(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
-        return self._holder.checks.row(body["action"], CheckScope(**body["scope"]))
-
     # between two steps
 
     def _stands_still(self) -> dict[str, Any]:
@@ -99,17 +95,16 @@ class Rank:
         self._relabel(key)
         self._holder.reset()
 
-    def _score(self, sequences: str, lora_id: str) -> dict[str, Any]:
+    def _score(self, sequences: str) -> dict[str, Any]:
         """Running requests keep their KV, if it leaves room for the sequences.
 
-        `sequences`: as JSON, since SGLang's remote call takes flat arguments only. `lora_id`: empty for the base
-        model."""
+        `sequences`: as JSON, since SGLang's remote call takes flat arguments only."""
         asked = json.loads(sequences)
         room = self._kept.room_for(asked)
         if forgets := not room:
             self._forget_cache()
             room = self._scheduler.max_total_num_tokens
-        return {"scores": score_between_steps(self._scheduler, asked, lora_id or None, room), "forgot": forgets}
+        return {"scores": score_between_steps(self._scheduler, asked, room), "forgot": forgets}
 
     def _keep(self, salt: str) -> dict[str, Any]:
         return {"kept": self._kept.keep(salt)}

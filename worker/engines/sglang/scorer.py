@@ -18,24 +18,22 @@ NO_PIPELINE = (
 _numbers = itertools.count(1)
 
 
-def score_between_steps(
-    scheduler: Any, sequences: list[list[int]], lora_id: str | None, room: int
-) -> list[list[float]]:
+def score_between_steps(scheduler: Any, sequences: list[list[int]], room: int) -> list[list[float]]:
     """Runs on the scheduler's thread, in every rank. `room`: the number of tokens for which the KV cache has room."""
     # At most as many tokens as a step of the scheduler has: there is memory for that.
     tokens = min(room, scheduler.chunked_prefill_size or scheduler.max_prefill_tokens)
     places = scheduler.req_to_token_pool.available_size()
     batches = in_batches(sequences, tokens, places)
-    return [row for batch in batches for row in _score(scheduler, batch, lora_id)]
+    return [row for batch in batches for row in _score(scheduler, batch)]
 
 
-def _score(scheduler: Any, sequences: list[list[int]], lora_id: str | None) -> list[list[float]]:
+def _score(scheduler: Any, sequences: list[list[int]]) -> list[list[float]]:
     from sglang.srt.layers.dp_attention import set_is_extend_in_batch
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.common import release_kv_cache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    requests = [_request(sequence, lora_id) for sequence in sequences]
+    requests = [_request(sequence) for sequence in sequences]
     tree, runner = scheduler.tree_cache, scheduler.tp_worker.model_runner
     for request in requests:
         request.init_next_round_input(tree)
@@ -65,7 +63,7 @@ def _score(scheduler: Any, sequences: list[list[int]], lora_id: str | None) -> l
     return [list(itertools.islice(rows, len(sequence)))[:-1] for sequence in sequences]
 
 
-def _request(sequence: list[int], lora_id: str | None) -> Any:
+def _request(sequence: list[int]) -> Any:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -77,7 +75,6 @@ def _request(sequence: list[int], lora_id: str | None) -> Any:
         origin_input_ids=array("q", sequence),
         sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
         return_logprob=True,
-        lora_id=lora_id,
     )
     request.logprob_start_len = 0
     return request

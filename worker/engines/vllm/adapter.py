@@ -16,19 +16,17 @@ from typing import Any
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateRequest
-from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import ParsedCall
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
-from worker.engines.common.pooled_requests import NO_LOGPROBS, NO_POOLING_LORA, PooledRequests
 from worker.engines.common.rank_engine import RankEngine
 from worker.engines.common.replicas import scores_of_replicas
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
-from worker.engines.common.tool_call_parsing import ARGUMENT, NO_PARSER, ToolCallParsing
+from worker.engines.common.tool_call_parsing import ARGUMENT
 from worker.engines.vllm.args import NO_TRITON, check_settings, parse_arguments, pooling_arguments
 from worker.engines.vllm.core_load import METHOD as LOAD
 from worker.engines.vllm.core_load import total_load
@@ -43,9 +41,9 @@ from worker.engines.vllm.vllm_tool_parsers import cached, calls_of, parsers
 KEPT_STATES = 256
 """The number of updates that the engine remembers. A request that is older has tokens of unknown versions."""
 
-_FAST_PREFILL = "vLLM's fast prefill makes none that are right: start it without kv_sharing_fast_prefill"
+_FAST_PREFILL = "vLLM's fast prefill scores prompts wrongly: start it without kv_sharing_fast_prefill"
 _SECOND_RUNNER = (
-    "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
+    "with LoRA, vLLM's second model runner scores prompts wrongly: start it with VLLM_USE_V2_MODEL_RUNNER=0"
 )
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"
@@ -80,7 +78,7 @@ def _process_of(options: EngineOptions) -> VllmProcess:
     return VllmProcess(options, arguments)
 
 
-class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
+class VllmEngine(RankEngine[VllmProcess]):
     gathers = True  # the tokens of a whole reply are read from vLLM's state of the request, once per turn
 
     def __init__(self, options: EngineOptions, process: VllmProcess | None = None) -> None:
@@ -147,13 +145,11 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         return total_load(await self.process.on_cores(LOAD))
 
     def _lacking(self) -> dict[str, str]:
-        lacking = self._lacking_over_hosts() | lacking_tasks(self._options.task)
-        if self._tool_call_parser is None:
-            lacking["parse_tool_calls"] = NO_PARSER
+        lacking = self._lacking_in_common()
         if (reason := self._no_sleep()) is not None:
             lacking |= {"release_memory": reason, "resume_memory": reason}
         if self._head is not None:
-            return lacking | NO_POOLING_LORA | {"score": NO_LOGPROBS}
+            return lacking
         if self.process.config.lora_config is None:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         config = self.process.config
@@ -221,13 +217,10 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         check_adapter(request.adapter, self._loras, "model")
         if request.adapter is None:
             return None
-        lora = self._loras[request.adapter]
-        return lora_request(lora.number, self._path_of(lora))
-
-    def _path_of(self, lora: _Lora) -> str:
-        """The path by which requests name an adapter. No rank reads it: each of them has loaded the adapter by
-        `_add_lora`, on other hosts from another path."""
-        return str(self.process.directory / lora.files) if self.process.directory is not None else lora.files
+        lora, directory = self._loras[request.adapter], self.process.directory
+        # No rank reads this path: each of them has loaded the adapter by `_add_lora`, on other hosts from another path.
+        path = str(directory / lora.files) if directory is not None else lora.files
+        return lora_request(lora.number, path)
 
     def _label(self, name: str | None, adapter: str | None) -> Label:
         state = self._states.get(name or "") or _State()
@@ -296,23 +289,19 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         kept: list[list[str] | None] = await self.process.on_cores(KEEP_KV, f"rl-plane-{next(self._numbers)}")
         return None if None in kept else [key for keys in kept for key in keys or ()]
 
-    async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
-        lora = None if adapter is None else (self._loras[adapter].number, self._path_of(self._loras[adapter]))
+    async def _score(self, sequences: list[list[int]]) -> Any:
         llm = self.process.llm
         await self._freeze()
-        scores = await self.process.on_cores(METHOD, sequences, lora)
+        scores = await self.process.on_cores(METHOD, sequences)
         if None not in scores:
             return scores_of_replicas(scores)
         # Running requests leave no room.
         if not await self.process.ask(llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)):
             raise EngineFailed("vLLM did not flush its prefix cache: a request holds KV")
-        scores = await self.process.on_cores(METHOD, sequences, lora)
+        scores = await self.process.on_cores(METHOD, sequences)
         if None in scores:
             raise EngineFailed("vLLM's KV cache has no room for the sequences")
         return scores_of_replicas(scores)
-
-    def _adapter_names(self) -> Collection[str]:
-        return self._loras
 
     def _released_tags(self) -> Collection[str]:
         return self._released.tags
@@ -391,7 +380,8 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         await asyncio.to_thread(self.process.ranks.rows, op, body)
 
     async def _drop_files(self, lora: _Lora) -> None:
-        """Deletes an adapter's files on all hosts. Those that stay are deleted with the engine's directory."""
+        """Deletes an adapter's files on all hosts. If a host fails, its files are deleted with the engine's
+        directory."""
         with contextlib.suppress(PlaneError):
             await self._on_agents("drop_adapter", files=lora.files)
 
@@ -474,18 +464,18 @@ class VllmEngine(RankEngine[VllmProcess], PooledRequests, ToolCallParsing):
         async with self._stopped():
             await self._freeze()
             await self._forget_base()
-            rows = await self.process.on_ranks("rl_plane_check", "reset_tensors", asdict(WHOLE))
+            rows = await self.process.on_ranks("rl_plane_reset")
             await self._add_loras()
         return rows
 
     async def release_memory(self, tags: list[str]) -> None:
         """Frozen requests lose their KV, and compute it again when they continue."""
-        self._refuse_lacking_op("release_memory")
+        self.info.require("release_memory", "op")
         for call in self._released.release(tags):
             await self._make(call)
 
     async def resume_memory(self, tags: list[str]) -> None:
-        self._refuse_lacking_op("resume_memory")
+        self.info.require("resume_memory", "op")
         for call in self._released.resume(tags):
             await self._make(call)
 

@@ -58,11 +58,6 @@ OURS = {
 }
 """Arguments that the adapter sets or can't work without, and what to do instead."""
 
-_GPU_ONLY: dict[str, tuple[Any, str]] = {
-    "pipeline_parallel_size": (1, "vLLM's CPU build fails at the first request of a second pipeline stage"),
-}
-"""Argument → the only value that it may have on a CPU, and the reason."""
-
 NO_TRITON = "vLLM tells them by its second model runner only, which needs Triton: this build has none"
 
 CPU_KV_CACHE_BYTES = 256 << 20
@@ -198,12 +193,13 @@ def check_device(device: str, on_cpu: bool) -> None:
 
 
 def check_cpu(arguments: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest for settings that start on a CPU, and then compute wrong tokens or end the engine."""
-    for key, (only, why) in _GPU_ONLY.items():
-        if arguments.get(key, only) != only:
-            raise InvalidRequest(
-                f"{why}: {key} is for GPUs", field=f"engine_arg.{key}", fix="leave it out on a CPU"
-            )
+    """Raises InvalidRequest for a setting that starts on a CPU, and then ends the engine."""
+    if arguments.get("pipeline_parallel_size", 1) != 1:
+        raise InvalidRequest(
+            "vLLM's CPU build fails at the first request of a second pipeline stage: this argument is for GPUs",
+            field="engine_arg.pipeline_parallel_size",
+            fix="leave it out on a CPU",
+        )
 
 
 def check_experts(replicas: int, has_experts: bool) -> None:

@@ -22,7 +22,7 @@ def watch_loads() -> None:
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     load, read = DefaultModelLoader.load_weights, DefaultModelLoader.get_all_weights
-    watch = _Watch()
+    watch = _CopyWatch()
 
     def load_weights(loader: Any, model: Any, model_config: Any) -> None:
         _seen.clear()
@@ -52,7 +52,7 @@ def _kind(name: str) -> str:
     return re.sub(r"\.\d+(?=\.)", ".N", name)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
+class _CopyWatch(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
     """Sees each copy of a tensor of the checkpoint, or of a view of it, into another tensor."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The facts of one host that its vLLM ranks must know. Ranks of one engine may run on several hosts."""
+"""The facts of one host that its vLLM processes must know. Ranks of one engine may run on several hosts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import os
 from dataclasses import dataclass
 
-HERE = "RL_PLANE_VLLM_HERE"
-"""An environment variable of vLLM's processes: `Here`, as JSON."""
+MARK = "RL_PLANE_VLLM"
+"""An environment variable of the processes that the adapter starts: `Here`, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
+    worker: int
+    """The worker's process id."""
     model: str
     """The model's directory on this host."""
     directory: str
@@ -21,4 +23,4 @@ class Here:
 
     @classmethod
     def read(cls) -> Here:
-        return cls(**json.loads(os.environ[HERE]))
+        return cls(**json.loads(os.environ[MARK]))

@@ -11,15 +11,12 @@ from typing import Any
 
 import torch
 
-from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
-from worker.engines.common.even_ranks import with_even_ranks
 from worker.engines.common.lora import SWITCH_ON, LoraConfig
 from worker.engines.common.rank_holder import RankHolder
-from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
+from worker.engines.common.torch_weights import DTYPE_OF_NAME
 from worker.engines.common.weight_checks import TensorChecks, noise
 from worker.engines.vllm.adapter_files import write_adapter
-from worker.receive.weight_holder import TensorStream
 
 IDENTITY_ROWS = 256
 """Rows of a packed layer's weights that are read at once."""
@@ -80,18 +77,15 @@ class VllmHolder(RankHolder):
 
     # adapters
 
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+    def _make_adapter(
+        self, lora: LoraConfig, modules: list[str], tensors: dict[str, torch.Tensor]
     ) -> VllmStagedAdapter:
-        lora, modules, spec = self._adapter(config)
-        copies = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
         if not self._writes:
             return VllmStagedAdapter(None)  # all ranks of a host read the same files
-        lora, copies = with_even_ranks(lora, modules, copies)
         self._staged_adapters += 1
         path = self._directory / f"staged-adapter-{self._staged_adapters}"
         staged = VllmStagedAdapter(path)
-        write_adapter(path, lora, modules, copies)
+        write_adapter(path, lora, modules, tensors)
         return staged
 
     def path_of_adapter(self, files: str) -> Path:

@@ -19,13 +19,14 @@ OWN_SALT = "rl_plane_own_salt"
 
 
 def keep_kv(core: Any, salt: str) -> list[str] | None:
-    """A method of vLLM's EngineCore. The engine is paused by `keep`. Returns vLLM's ids of the requests that keep their
-    KV: those that have made a token. The others compute all of it again. None: it can't tell who holds which KV."""
+    """A method of vLLM's EngineCore. The engine is paused by `keep`. A request that has made a token keeps its KV. Any
+    other request computes all of its KV again. Returns vLLM's ids of the requests that keep their KV. None: it can't
+    tell which request holds which KV."""
     from vllm.v1.core.sched.interface import PauseState
 
     scheduler = core.scheduler
     if scheduler.pause_state != PauseState.PAUSED_ALL:
-        raise RuntimeError("KV is kept only while vLLM is paused")
+        raise RuntimeError("requests can keep their KV only while vLLM is paused")
     if scheduler.kv_holding_waiting:
         return None
     begun = [request for request in scheduler.running if request.num_output_tokens]

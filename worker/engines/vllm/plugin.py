@@ -8,15 +8,13 @@ import os
 import signal
 from typing import Any
 
-log = logging.getLogger("worker.engines.vllm.plugin")
+from worker.engines.vllm.here import MARK, Here
 
-MARK = "RL_PLANE_VLLM"
-"""An environment variable of the processes that the adapter starts: the worker's process id."""
+log = logging.getLogger("worker.engines.vllm.plugin")
 
 
 def register() -> None:
-    worker = os.environ.get(MARK)
-    if worker is None or worker == str(os.getpid()):
+    if MARK not in os.environ or Here.read().worker == os.getpid():
         return
     from worker.engines.vllm.draining import drain_preempted
     from worker.engines.vllm.dtypes import watch_loads

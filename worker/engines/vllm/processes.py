@@ -17,9 +17,9 @@ from rl_plane.errors import EngineDied, EngineFailed, PlaneError
 from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
 from worker.engines.vllm.args import check_experts, completed, thread_binding
-from worker.engines.vllm.here import HERE, Here
+from worker.engines.vllm.here import MARK, Here
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
-from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
+from worker.engines.vllm.plugin import take_temperatures_as_they_are
 from worker.engines.vllm.pooled_names import name_pooled
 from worker.nodes.head_link import HeadLink
 from worker.nodes.node_settings import NodeSettings
@@ -151,8 +151,8 @@ class VllmProcess(EngineProcess):
         if replicas > 1:
             _check_model(given, replicas)
             DPCoordinatorProc.run_coordinator = run_coordinator
-        here = Here(str(self.options.model.absolute()), str(directory), nodes.rank * ranks)
-        with environment(directory, binding, self.options.deterministic, eager, here):
+        here = Here(os.getpid(), str(self.options.model.absolute()), str(directory), nodes.rank * ranks)
+        with environment(here, binding, self.options.deterministic, eager):
             if self._is_head:
                 self._engine = AsyncLLM.from_engine_args(given)
                 self._parallel = self._engine.vllm_config.parallel_config
@@ -219,12 +219,10 @@ def _model_dtype(model: Path) -> str:
 
 
 @contextlib.contextmanager
-def environment(
-    sockets: Path, binding: str | None, deterministic: bool, eager: bool, here: Here | None = None
-) -> Iterator[None]:
-    """Sets the environment of vLLM's processes. `eager`: nothing is compiled. `here`: for the ranks."""
+def environment(here: Here, binding: str | None, deterministic: bool, eager: bool) -> Iterator[None]:
+    """Sets the environment of vLLM's processes. `eager`: nothing is compiled."""
     kept = dict(os.environ)
-    os.environ[MARK] = str(os.getpid())
+    os.environ[MARK] = json.dumps(asdict(here))
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # it would unpickle what comes
     os.environ[COUNT] = "1"
@@ -234,9 +232,8 @@ def environment(
     for name, value in (
         ("VLLM_NO_USAGE_STATS", "1"),
         ("HF_HUB_OFFLINE", "1"),
-        ("VLLM_RPC_BASE_PATH", str(sockets)),
+        ("VLLM_RPC_BASE_PATH", here.directory),
         ("VLLM_CPU_OMP_THREADS_BIND", binding),
-        (HERE, None if here is None else json.dumps(asdict(here))),
         # Else its sampler is compiled with the first request for logprobs: all wait for a quarter of a minute.
         ("TORCHDYNAMO_DISABLE", "1" if eager else None),
     ):

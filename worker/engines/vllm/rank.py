@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from worker.engines.vllm.lockstep import keep_adapters
 from worker.engines.vllm.logits import look_before_sampling
 from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.prompt_logprobs import score_prompts_by_token
-from worker.receive.rank_agents.agent_server import AgentServer, Method
+from worker.receive.rank_agents.agent_server import AgentServer
 
 
 class RankExtension:
@@ -37,7 +37,10 @@ class RankExtension:
             writes = number == here.first_rank
             holder = VllmHolder(Path(here.model), directory, self.model_runner, writes, dtypes_of_load())
             self.rl_plane_holder = holder
-            methods = holder.agent_methods(directory, number) | _methods(holder)
+            methods = holder.agent_methods(directory, number) | {
+                "keep_adapter": lambda body, cancelled: holder.keep_adapter(body["staging"], body["files"]),
+                "drop_adapter": lambda body, cancelled: holder.drop_adapter(body["files"]),
+            }
             keep_adapters(self.model_runner)
             # With the second model runner the adapter refuses such requests.
             if self.model_runner.lora_config and not self.model_runner.vllm_config.use_v2_model_runner:
@@ -79,28 +82,16 @@ class RankExtension:
         return _outcome(remove)
 
     def rl_plane_check(self, action: str, scope: dict[str, Any]) -> dict[str, Any]:
-        return _outcome(lambda: _check(self.rl_plane_holder, action, scope))
+        return _outcome(lambda: self.rl_plane_holder.checks.row(action, CheckScope(**scope)))
+
+    def rl_plane_reset(self) -> dict[str, Any]:
+        return _outcome(lambda: self.rl_plane_holder.reset())
 
 
 def _number(worker: Any) -> int:
     """The number of this rank among the ranks of all replicas."""
     parallel = worker.vllm_config.parallel_config
     return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
-
-
-def _methods(holder: VllmHolder) -> dict[str, Method]:
-    return {
-        "keep_adapter": lambda body, cancelled: holder.keep_adapter(body["staging"], body["files"]),
-        "drop_adapter": lambda body, cancelled: holder.drop_adapter(body["files"]),
-        "check": lambda body, cancelled: _check(holder, body["action"], body["scope"]),
-    }
-
-
-def _check(holder: VllmHolder, action: str, scope: Mapping[str, Any]) -> dict[str, Any]:
-    if action == "reset_tensors":
-        holder.reset()
-        return {}
-    return holder.checks.row(action, CheckScope(**scope))
 
 
 def _outcome(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:

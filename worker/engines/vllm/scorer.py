@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from worker.engines.vllm.lockstep import all_or_none, anywhere, end_step
-from worker.engines.vllm.lora_requests import lora_request
 
 METHOD = "rl_plane_score"
 """The engine core's method that the adapter calls."""
@@ -22,22 +21,22 @@ METHOD = "rl_plane_score"
 _numbers = itertools.count(1)
 
 
-def score_in_core(core: Any, sequences: Any, adapter: Any) -> list[list[float]] | None:
-    """A method of vLLM's EngineCore. `adapter`: its number and path. The engine is paused by `keep`. Running requests
-    keep their KV. None: here, or in a replica that steps with this one, they leave no room for the sequences."""
+def score_in_core(core: Any, sequences: Any) -> list[list[float]] | None:
+    """A method of vLLM's EngineCore. The engine is paused by `keep`. Running requests keep their KV. None: here, or in
+    a replica that steps with this one, they leave no room for the sequences."""
     from vllm.v1.core.sched.interface import PauseState
 
     scheduler = core.scheduler
     if scheduler.pause_state != PauseState.PAUSED_ALL:
         raise RuntimeError("vLLM scores only while it is paused")
-    # vLLM's second model runner has a place for each running request, also for one that is not in the step.
+    # vLLM's second model runner has a place for each running request, also if the request is not in the step.
     places = scheduler.max_num_running_reqs - len(scheduler.running)
     full = places < 1 or scheduler.kv_holding_waiting or not _has_blocks(scheduler, max(map(len, sequences)))
     if anywhere(core, bool(full)):
         return None
     with _all_aside(scheduler), all_or_none(core):
         batches = [sequences[start : start + places] for start in range(0, len(sequences), places)]
-        rows = [row for batch in batches for row in _score(core, batch, adapter)]
+        rows = [row for batch in batches for row in _score(core, batch)]
         while end_step(core, executed=False, busy=False):
             pass
     return rows
@@ -77,13 +76,13 @@ def _all_aside(scheduler: Any) -> Iterator[None]:
             scheduler.requests[request.request_id] = request
 
 
-def _score(core: Any, sequences: list[list[int]], adapter: Any) -> list[list[float]]:
+def _score(core: Any, sequences: list[list[int]]) -> list[list[float]]:
     from vllm.v1.request import RequestStatus
 
     keys = [f"rl-plane-score-{next(_numbers)}" for _ in sequences]
     try:
         for key, sequence in zip(keys, sequences, strict=True):
-            request, _ = core.preprocess_add_request(_request(key, sequence, adapter))
+            request, _ = core.preprocess_add_request(_request(key, sequence))
             # vLLM numbers the times that replicas step together. With an older number, the request would start a new
             # time, and the replicas would step on after the score.
             core.add_request(request, getattr(core, "current_wave", 0))
@@ -92,7 +91,7 @@ def _score(core: Any, sequences: list[list[int]], adapter: Any) -> list[list[flo
         core.scheduler.finish_requests(keys, RequestStatus.FINISHED_ABORTED)  # an error may have left some
 
 
-def _request(key: str, sequence: list[int], adapter: Any) -> Any:
+def _request(key: str, sequence: list[int]) -> Any:
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
@@ -104,7 +103,7 @@ def _request(key: str, sequence: list[int], adapter: Any) -> Any:
         sampling_params=SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False),
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None if adapter is None else lora_request(*adapter),
+        lora_request=None,
         cache_salt=secrets.token_hex(8),  # no other request finds this KV in the cache
         data_parallel_rank=None,
     )

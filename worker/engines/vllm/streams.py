@@ -17,6 +17,7 @@ from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
 from worker.engines.common.form_bound import TOO_AMBIGUOUS, too_ambiguous
 from worker.engines.common.pieces import Piece, Top
+from worker.engines.common.request_gate import requests_of
 from worker.engines.common.spans import Label
 from worker.engines.vllm.pooled_names import pooled_names
 from worker.engines.vllm.processes import VllmProcess
@@ -62,8 +63,7 @@ class Streams:
 
     def of(self, request_ids: Iterable[str] | None) -> list[VllmStream]:
         """The running requests with these ids (None: all)."""
-        names = self._streams if request_ids is None else dict.fromkeys(request_ids)
-        return [self._streams[name] for name in names if name in self._streams]
+        return requests_of(self._streams, request_ids)
 
     def of_adapter(self, name: str) -> list[VllmStream]:
         return [stream for stream in self._streams.values() if stream.adapter == name]
@@ -240,7 +240,7 @@ class _Outputs:
 
 
 class _Tokens:
-    """The tokens of one request, from vLLM's own state of it, which has them before an output tells them."""
+    """The tokens of one request, from vLLM's own state of it, which has them before an output does."""
 
     def __init__(self, processor: Any, key: str) -> None:
         internal = processor.external_req_ids.get(key)

@@ -89,7 +89,7 @@ class HostAgent:
         staged, area = self.receiver.staged_area(body["staging"])
         assert isinstance(staged, HostStaged), "the holder's own"
         config = None if staged.config is None else dict(staged.config)
-        return passed(area, cast=staged.cast, config=config)
+        return passed(area, config=config)
 
     def _window(self, body: Mapping[str, Any], cancelled: Cancelled) -> WithDescriptor | dict[str, Any]:
         windows = None if self._holder is None else self._holder.windows

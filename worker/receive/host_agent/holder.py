@@ -22,9 +22,8 @@ OVERWRITE_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class HostStaged:
-    """Facts about staged weights that a rank must know, beside their bytes."""
+    """A fact about staged weights that a rank must know, beside their bytes."""
 
-    cast: bool
     config: Mapping[str, Any] | None
     """The PEFT config of an adapter; None for base weights."""
 
@@ -45,21 +44,19 @@ class HostHolder:
     def tied_tensors(self) -> Mapping[str, str]:
         return self._model.tied
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> HostStaged:
+    def stage(self, tensors: TensorStream, cancelled: Cancelled) -> HostStaged:
         _read(tensors, cancelled)
-        return HostStaged(cast, None)
+        return HostStaged(None)
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         (spec,) = self._first.ask("adapter_spec", {"config": dict(config)})
         return specs_from_wire(spec)
 
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> HostStaged:
+    def stage_adapter(self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled) -> HostStaged:
         _read(tensors, cancelled)
-        return HostStaged(cast, config)
+        return HostStaged(config)
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         """Passes the tensors to all ranks, which load them as they come. Returns when all of them have."""
         windows = self.windows = Windows(self._model.ranks)
         errors: list[PlaneError] = []
@@ -67,7 +64,7 @@ class HostHolder:
 
         def load() -> None:
             try:
-                self._ranks.ask("overwrite", {"cast": cast}, cancelled=failed.is_set, timeout_s=OVERWRITE_S)
+                self._ranks.ask("overwrite", cancelled=failed.is_set, timeout_s=OVERWRITE_S)
             except PlaneError as error:
                 errors.append(error)
 

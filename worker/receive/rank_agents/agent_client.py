@@ -75,7 +75,8 @@ class AgentClient:
         return [call.values[name] for name in self._agents]
 
     def silent(self, within_s: float) -> list[str]:
-        """Returns the agents that don't answer a ping within this time. Those that are not there are not among them."""
+        """Returns the agents that don't answer a ping within this time. It leaves out agents to which it can't
+        connect."""
         call = _Call("ping", time.monotonic() + within_s)
         with contextlib.ExitStack() as stack:
             for name, path in self._agents.items():

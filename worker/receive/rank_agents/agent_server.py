@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
 import select
-import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -16,13 +14,13 @@ from typing import Any, Self
 
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane._util.peer_credentials import same_user
+from rl_plane._util.processes import die_with_parent
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from worker.receive.rank_agents.agent_messages import WithDescriptor, socket_of
 
 log = logging.getLogger("worker.receive.rank_agents")
 
-PR_SET_PDEATHSIG = 1
 FIRST_FRAME_S = 10.0
 """An agent waits this long for a request. A caller sends it as soon as it has connected."""
 
@@ -31,26 +29,16 @@ Method = Callable[[Mapping[str, Any], Cancelled], Any]
 
 
 def belong_to_worker(parent: int | None = None) -> None:
-    """Ties a process that an engine has started to its parent: it ends with the parent. See `die_with_parent`."""
-    die_with_parent(parent)
-    os.setpgid(0, 0)  # Ctrl-C goes to the worker alone, which lets requests end first
-    os.dup2(2, 1)  # the worker's standard output belongs to its own caller
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Makes the kernel end this process when the thread that started it ends. Ends it now if that has happened.
-
-    Works on Linux only; elsewhere nothing happens. `parent`: the process that has started this one; None: the one that
-    multiprocessing names."""
-    try:
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        log.warning("this process will outlive a worker that is killed: this system has no prctl")
+    """Ties a process that an engine has started to its parent: it ends when the thread that started it ends, or now if
+    that has happened. `parent`: the process that has started this one. None: the process that multiprocessing names."""
+    die_with_parent()()
     started_by = multiprocessing.parent_process()
     if parent is None and started_by is not None:
         parent = started_by.pid
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+    os.setpgid(0, 0)  # Ctrl-C goes to the worker alone, which lets requests end first
+    os.dup2(2, 1)  # the worker's standard output belongs to its own caller
 
 
 def listen_at(path: Path) -> socket.socket:

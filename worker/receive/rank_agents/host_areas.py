@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,12 @@ ANSWER_S = 30.0
 """The host agent answers these calls at once, unless its process hangs."""
 
 
-@dataclass(frozen=True, slots=True)
-class MappedWeights:
-    """Staged weights of the host agent, mapped into this process."""
-
-    area: MappedArea
-    cast: bool
-    """Tensors of another dtype than the model's are allowed."""
-    config: Mapping[str, Any] | None
-    """The PEFT config of an adapter; None for base weights."""
-
-    @property
-    def tensors(self) -> Mapping[str, HostTensor]:
-        return self.area.tensors
-
-
-def staged_weights(directory: Path, staging: str) -> MappedWeights:
-    """Maps what is staged under this name. EngineFailed if nothing is."""
+def staged_weights(directory: Path, staging: str) -> tuple[MappedArea, Mapping[str, Any] | None]:
+    """Maps what is staged under this name. Returns it with the PEFT config of an adapter, or None for base weights.
+    EngineFailed if nothing is staged."""
     answer, area = _ask(directory, "area", {"staging": staging})
     assert area is not None, "it is staged"
-    return MappedWeights(area, answer["cast"], answer["config"])
+    return area, answer["config"]
 
 
 def windows(directory: Path, rank: int, cancelled: Cancelled) -> Iterator[tuple[str, HostTensor]]:

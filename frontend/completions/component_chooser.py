@@ -6,26 +6,26 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
-from frontend.components.model_choice import ComponentModels, component_of, listed_name
-from frontend.components.served_component import ServedComponent
+from frontend.completions.model_choice import ComponentModels, component_of, listed_name
+from frontend.completions.service import Generation
 from rl_plane.errors import NotFound, NoWorkers
 
-ChooseComponent = Callable[[str | None], Awaitable[ServedComponent]]
-"""Returns the component that answers a request with this `model`."""
+ChooseComponent = Callable[[str | None], Awaitable[Generation]]
+"""Returns the generation service of the component that answers a request with this `model`."""
 
 
 class ComponentChooser:
-    """The components of one listener, the frontend's own first."""
+    """The components of one listener, each by its generation service. The frontend's own is the first."""
 
-    def __init__(self, components: Sequence[ServedComponent]) -> None:
+    def __init__(self, components: Sequence[Generation]) -> None:
         self.own = components[0]
-        self._by_name = {one.name: one for one in components}
+        self._by_name = {one.component: one for one in components}
 
     @property
     def names(self) -> Collection[str]:
         return self._by_name.keys()
 
-    async def choose(self, model: str | None) -> ServedComponent:
+    async def choose(self, model: str | None) -> Generation:
         """The component that answers a request with this `model`. Each route that reads `model` calls this.
 
         Raises:
@@ -42,7 +42,7 @@ class ComponentChooser:
             await asyncio.gather(*(one.committed.try_read() for one in self._by_name.values()))
         return self._by_name[component_of(model, self._models())]
 
-    def named(self, name: str | None) -> ServedComponent:
+    def named(self, name: str | None) -> Generation:
         """The component of this name. None: the frontend's own."""
         if name is None:
             return self.own
@@ -59,7 +59,7 @@ class ComponentChooser:
         served = self._models()
         rows: list[dict[str, Any]] = []
         for name, one in self._by_name.items():
-            for row in one.generation.list_models()["data"]:
+            for row in one.list_models()["data"]:
                 for key in ("id", "parent"):
                     if row[key]:
                         row[key] = listed_name(name, row[key], served)
@@ -67,4 +67,4 @@ class ComponentChooser:
         return {"object": "list", "data": rows}
 
     def _models(self) -> list[ComponentModels]:
-        return [one.generation.known_models() for one in self._by_name.values()]
+        return [one.known_models() for one in self._by_name.values()]

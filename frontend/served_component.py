@@ -88,7 +88,7 @@ class ServedComponent:
         self._running = AsyncExitStack()
 
     async def start(self) -> None:
-        """Starts the parts. After an error, `stop` stops those that have started."""
+        """Starts the parts. After an error, `stop` stops the parts that have started."""
         # The stack stops them in reverse: first the parts that take new work. The listeners of the view stay: they
         # change memory only, and end with the connection, which closes last.
         stack = self._running
@@ -158,8 +158,8 @@ class ServedComponent:
 
 
 async def start_all(components: Sequence[ServedComponent]) -> None:
-    """Starts them side by side: a worker of one that does not answer delays the start by its own bound, and not once
-    for each component. If one of them fails, the others have ended their start when the error is raised."""
+    """Starts the components side by side. So workers that do not answer delay the start once, and not once for each
+    component. If one component fails, the others have ended their start when this raises the error."""
     starts = [asyncio.create_task(one.start()) for one in components]
     try:
         await asyncio.gather(*starts)

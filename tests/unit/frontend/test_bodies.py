@@ -1,0 +1,33 @@
+"""The fields of a facade call, from its query and its body."""
+
+from __future__ import annotations
+
+import pytest
+
+from frontend.server.bodies import list_fields, merge_query
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.fleet_ops import FLEET_OPS
+
+
+def test_lists_come_by_comma_or_repeated() -> None:
+    lists = list_fields(FLEET_OPS["release_memory"].request)
+    assert {"workers", "component", "tags"} <= lists
+    query = [("tags", "weights,kv_cache"), ("workers", "a"), ("workers", "b"), ("epoch", "3")]
+    assert merge_query(query, {}, lists) == {
+        "tags": ["weights", "kv_cache"],
+        "workers": ["a", "b"],
+        "epoch": "3",
+    }
+
+
+def test_query_and_body_may_agree_but_not_differ() -> None:
+    lists = frozenset({"workers"})
+    body = {"mode": "keep", "clear_cache": True, "lease_s": 5, "workers": ["a"]}
+    query = [("mode", "keep"), ("clear_cache", "true"), ("lease_s", "5"), ("workers", "a")]
+    assert merge_query(query, body, lists) == body
+    for key, text in (("mode", "abort"), ("clear_cache", "false"), ("lease_s", "6"), ("workers", "b")):
+        with pytest.raises(InvalidRequest) as caught:
+            merge_query([(key, text)], body, lists)
+        assert caught.value.facts["field"] == key
+    with pytest.raises(InvalidRequest):
+        merge_query([("mode", "keep"), ("mode", "abort")], {}, lists)

@@ -1,0 +1,20 @@
+"""The names that callers give their requests."""
+
+from __future__ import annotations
+
+from frontend.completions.caller_ids import CallerIds
+
+
+def test_requests_by_the_names_that_their_callers_gave_them() -> None:
+    ids = CallerIds()
+    with ids.under(["mine", "made-1"], "made-1"), ids.under(["mine", "other"], "made-2"):
+        assert ids.made_of(["mine"]) == ["made-1", "made-2"]
+        assert ids.made_of(["other", "mine", "made-1"]) == ["made-2", "made-1"]
+        assert ids.made_of(["mine-0", "made-1-3", "nobody", "nobody-1"]) == [
+            "made-1-0",
+            "made-2-0",
+            "made-1-3",
+            "nobody",
+            "nobody-1",
+        ]
+    assert ids.made_of(["mine"]) == ["mine"], "they have ended"
