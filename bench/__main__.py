@@ -111,14 +111,13 @@ async def fan_outs(scratch: Path, size: Size) -> list[Row]:
 async def times(scratch: Path, size: Size) -> list[Row]:
     model = make_fake_model(scratch / "model", 0)
     _say("kills and joins …")
-    starts, deaths = await measure_deaths(model, QUICK_KILLS if size.quick else KILLS, advisories=True)
-    _, probed = await measure_deaths(model, QUICK_PROBED_KILLS if size.quick else PROBED_KILLS, advisories=False)
+    deaths = await measure_deaths(model, QUICK_KILLS if size.quick else KILLS, advisories=True)
+    probed = await measure_deaths(model, QUICK_PROBED_KILLS if size.quick else PROBED_KILLS, advisories=False)
     joins = await measure_joins(QUICK_JOINS if size.quick else JOINS)
     return [
         time_row("SIGKILL → gone, our nats.conf", deaths, KILL_AIM_S),
         time_row("SIGKILL → gone, any other NATS server", probed, PROBED_KILL_AIM_S, worst=True),
         time_row("registering → listed", joins),
-        time_row("process started → listed (fake engine)", starts),
     ]
 
 

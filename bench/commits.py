@@ -16,18 +16,13 @@ from nats.aio.client import Client
 
 from bench.fanout import JOIN_TIMEOUT_S, RawGather, per_process, time_rounds
 from bench.peers import SIZE_DIGITS, peers, start_peer
-from bench.phases import phases_seen
 from rl_plane.bus.scatter import Answer, Gather, Heard, Scatter
 from rl_plane.client import RlClient
-from rl_plane.commit.steps import Phase
 from rl_plane.membership.view import PING
 
-SURVEY_AND_PREPARE = 2
-"""Scatter-gathers before the decision; the rest are its commit."""
 GATE_TIMEOUT_S = 30.0
 """The bound of a call: a slow answer is a measurement, silence is not."""
 WARM_UP = 2
-COMMIT_PHASES: frozenset[Phase] = frozenset({"decide", "gate", "commit", "leases", "open"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +33,9 @@ class CommitTimes:
     gathers: int
     """Scatter-gathers of an update."""
     seconds: dict[str, list[float]]
-    """`update`: the whole call; `commit`: of it, from the decision to the last acknowledgement; `raw_before` and
-    `raw_after` the decision: scatter-gathers."""
+    """`update`: the whole call. `raw`: the scatter-gathers."""
     excluded: int
     """The number of workers that updates excluded, in all rounds. They show that the machine was busy."""
-
-    @property
-    def after(self) -> int:
-        """The gathers after the decision."""
-        return self.gathers - SURVEY_AND_PREPARE
 
 
 @dataclass(slots=True)
@@ -152,28 +141,10 @@ async def measure_commits(nats_url: str, models: Sequence[Path], workers: int, r
             with recorded(client) as sizes:
                 await updater.update()
             async with _raw(nats_url, subjects, sizes) as raw:
-                seconds, excluded = await _measure(updater, raw, rounds)
-                return CommitTimes(workers, len(raw), seconds, excluded)
 
+                async def ask_raw() -> int:
+                    return sum([await gather.ask_all() for gather in raw])
 
-async def _measure(updater: Updater, raw: list[RawGather], rounds: int) -> tuple[dict[str, list[float]], int]:
-    """Seconds, and how many workers were excluded in all."""
-    commits: list[float] = []
-
-    async def ask_before() -> int:
-        return sum([await gather.ask_all() for gather in raw[:SURVEY_AND_PREPARE]])
-
-    async def ask_after() -> int:
-        return sum([await gather.ask_all() for gather in raw[SURVEY_AND_PREPARE:]])
-
-    with phases_seen() as seen:
-
-        async def update() -> int:
-            seen.clear()
-            excluded = await updater.update()
-            commits.append(sum(one.end - one.start for one in seen if one.phase in COMMIT_PHASES))
-            return excluded
-
-        ways = {"raw_before": ask_before, "update": update, "raw_after": ask_after}
-        seconds, missing = await time_rounds(ways, rounds, WARM_UP)
-    return {**seconds, "commit": commits[-rounds:]}, missing["update"]
+                ways = {"raw": ask_raw, "update": updater.update}
+                seconds, missing = await time_rounds(ways, rounds, WARM_UP)
+                return CommitTimes(workers, len(raw), seconds, missing["update"])

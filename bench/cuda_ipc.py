@@ -23,8 +23,8 @@ import msgpack
 import torch
 
 from bench.engine_cycle import LAYER, LAYER_BYTES, SEEDS, SMALL, Reader, copy_s
+from bench.staged import stage
 from rl_plane._util.processes import die_with_parent
-from rl_plane.protocol.update_requests import ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.publish.sources.source_choice import as_source
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers, Handle, OpenBuckets
@@ -147,10 +147,7 @@ async def serve(model: Path) -> None:
                 sys.stdout.flush()
                 continue
             staging = f"staging-{number}"
-            where = Transport.model_validate(asked["transport"])
-            request = ReceiveRequest(update_id=staging, label=staging, transport=where)
-            await asyncio.to_thread(engine.open, staging, request)
-            reply = await asyncio.to_thread(engine.receive, staging, lambda: False)
+            reply = await stage(engine, staging, asked["transport"])
             start = time.perf_counter()
             await engine.pause("keep", False)
             await engine.swap(staging, WeightVersion("bench", number + 1, asked["label"], reply["digest"]))

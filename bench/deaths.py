@@ -61,27 +61,23 @@ async def _watched(config: Path | None) -> AsyncIterator[tuple[RlClient, Watcher
         server.stop()
 
 
-async def measure_deaths(model: Path, kills: int, *, advisories: bool) -> tuple[list[float], list[float]]:
-    """Seconds from the start of a worker's process until it is listed, and from its SIGKILL until it is gone.
-    Without advisories the server has no configuration of ours."""
-    starts: list[float] = []
+async def measure_deaths(model: Path, kills: int, *, advisories: bool) -> list[float]:
+    """Seconds from a worker's SIGKILL until it is gone. Without advisories the server has no configuration of ours."""
     deaths: list[float] = []
     async with _watched(CONFIG if advisories else None) as (client, watcher):
         for _ in range(kills):
-            start = time.perf_counter()
             process = start_peer(
                 "workers", nats_url=client.bus.url, namespace=NAMESPACE, model=str(model), copies=1
             )
             try:
-                instance_id, listed = await watcher.next_listed()
-                starts.append(listed - start)
+                instance_id, _ = await watcher.next_listed()
                 await asyncio.sleep(SETTLE_S)
                 start = time.perf_counter()
                 process.kill()
                 deaths.append(await watcher.gone(instance_id) - start)
             finally:
                 stop_peers([process])
-    return starts, deaths
+    return deaths
 
 
 async def _nothing() -> None:

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import transformers
 
+from bench.staged import from_files, stage
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from rl_plane.protocol.update_requests import ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineAdapter, EngineOptions
 from worker.engines.capabilities import CanCheckWeights, require
@@ -111,10 +111,7 @@ async def cycle(device: str, models: dict[int, Path], rounds: int) -> tuple[Time
 
     async def staged(seed: int) -> tuple[str, WeightVersion]:
         staging = next(names)
-        where = Transport.model_validate({"backend": "filesystem", "path": str(models[seed])})
-        request = ReceiveRequest(update_id=staging, label=staging, transport=where)
-        await asyncio.to_thread(engine.open, staging, request)
-        reply = await asyncio.to_thread(engine.receive, staging, lambda: False)
+        reply = await stage(engine, staging, from_files(models[seed]))
         return staging, version(seed, reply["digest"])
 
     try:
@@ -144,12 +141,8 @@ async def cycle(device: str, models: dict[int, Path], rounds: int) -> tuple[Time
         await engine.abort(None)
         await reading
         await engine.pause("keep", False)
-        where = Transport.model_validate({"backend": "filesystem", "path": str(models[SEEDS[0]])})
         start = time.perf_counter()
-        staging = next(names)
-        in_place = ReceiveRequest(update_id=staging, label=staging, transport=where, staging="none")
-        await asyncio.to_thread(engine.open, staging, in_place)
-        reply = await asyncio.to_thread(engine.receive, staging, lambda: False)
+        reply = await stage(engine, next(names), from_files(models[SEEDS[0]]), staging="none")
         engine.set_version(version(SEEDS[0], reply["digest"]))
         await engine.resume()
         times.overwritten.append(time.perf_counter() - start)

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 from bench.engine_pushes import OWN as PUSHES
 from bench.engine_pushes import measure_pushed
 from bench.report import Row, compared, ratio_table
+from bench.staged import from_files, stage
 from bench.stored import SHAPE_1_GB
 from rl_plane._util.processes import die_with_parent
-from rl_plane.protocol.update_requests import ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineAdapter, EngineOptions
 from worker.testing.tiny_model import make_tiny_model
@@ -83,11 +83,8 @@ ours."""
 async def _ours(engine: EngineAdapter, path: Path) -> tuple[float, float]:
     """Returns the seconds of the whole update, and the seconds for which generation was paused."""
     staging = next(_names)
-    where = Transport.model_validate({"backend": "filesystem", "path": str(path)})
-    request = ReceiveRequest(update_id=staging, label=staging, transport=where)
     start = time.perf_counter()
-    await asyncio.to_thread(engine.open, staging, request)
-    reply = await asyncio.to_thread(engine.receive, staging, lambda: False)
+    reply = await stage(engine, staging, from_files(path))
     held = time.perf_counter()
     await engine.pause("keep", False)
     await engine.swap(staging, WeightVersion("run", 0, path.name, reply["digest"]))

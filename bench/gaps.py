@@ -4,7 +4,6 @@ bytes."""
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import statistics
 import time
@@ -19,9 +18,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from bench.fanout import JOIN_TIMEOUT_S
-from bench.peers import peers, start_peer
+from bench.peers import hf_worker, peers, start_peer
 from bench.phases import phases_seen
-from rl_plane.bus.server import NatsServer
+from bench.streams import request_of
 from rl_plane.client import RlClient
 from rl_plane.commit.steps import Phase
 
@@ -43,11 +42,10 @@ MAX_TOKENS = 4000
 UPDATE_TIMEOUT_S = 120.0
 TOKEN_TIMEOUT_S = 60.0
 
-Way = Literal["staged", "unstaged", "staged, canary"]
+Way = Literal["staged", "unstaged"]
 POLICIES: dict[Way, dict[str, str]] = {
     "staged": {"canary": "off"},
     "unstaged": {"canary": "off", "staging": "none"},
-    "staged, canary": {},
 }
 """A canary takes a forward within the pause, which on a CPU is longer than all the rest of it."""
 
@@ -87,7 +85,7 @@ async def _tokens(http_url: str) -> AsyncGenerator[float, None]:
     """The time at which each part of one stream came."""
     where = urlsplit(http_url)
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
-    body = json.dumps(
+    request = request_of(
         {
             "prompt": "",
             "prompt_token_ids": [5, 6, 7],
@@ -96,9 +94,8 @@ async def _tokens(http_url: str) -> AsyncGenerator[float, None]:
             "ignore_eos": True,
             "stream": True,
         }
-    ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n"
-    writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+    )
+    writer.write(request)
     try:
         status = await reader.readline()
         if b" 200 " not in status:
@@ -145,24 +142,10 @@ async def measure_gaps(models: Sequence[Path], rounds: int) -> GapTimes:
     times, copy = GapTimes(nbytes), Copy(nbytes)
     namespace = f"gaps{secrets.token_hex(2)}"
     with ExitStack() as stack:
-        server = NatsServer()
-        server.start()
-        stack.callback(server.stop)
-        started = [
-            start_peer(
-                "workers",
-                nats_url=server.url,
-                namespace=namespace,
-                model=str(models[0]),
-                copies=1,
-                engine="hf",
-                weight_roots=[str(models[0].parent)],
-            ),
-        ]
-        stack.enter_context(peers(started))
-        front = start_peer("frontend", nats_url=server.url, namespace=namespace, http=True)
+        url, _ = stack.enter_context(hf_worker(namespace, models[0], weight_roots=[str(models[0].parent)]))
+        front = start_peer("frontend", nats_url=url, namespace=namespace, http=True)
         (frontend,) = stack.enter_context(peers([front]))
-        async with await RlClient.connect(server.url, namespace) as client:
+        async with await RlClient.connect(url, namespace) as client:
             await client.wait_for(1, JOIN_TIMEOUT_S)
             count = 0
             for number in range(-1, rounds):  # the first one warms caches

@@ -29,10 +29,10 @@ import psutil
 
 from bench.gaps import SHAPE_500_MB
 from bench.peers import peers, start_peer
-from rl_plane._util.tasks import never
+from bench.staged import from_files, stage
 from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
-from rl_plane.protocol.update_requests import ReceiveRequest, Transport, UpdatePolicy
+from rl_plane.protocol.update_requests import UpdatePolicy
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineOptions
 from worker.testing.tiny_model import make_tiny_model
@@ -70,10 +70,7 @@ class Worker:
 
     async def stage(self, model: Path, **more: Any) -> str:
         name = next(_names)
-        transport = Transport.model_validate({"backend": "filesystem", "path": str(model)})
-        request = ReceiveRequest(update_id=name, transport=transport, label=name, **more)
-        await asyncio.to_thread(self._engine.open, name, request)
-        await asyncio.to_thread(self._engine.receive, name, never)
+        await stage(self._engine, name, from_files(model), **more)
         return name
 
     async def overwrite(self, model: Path) -> None:
@@ -141,7 +138,7 @@ async def measure_hosts(kind: str, models: list[Path]) -> list[tuple[int, int]]:
 
 async def _measured_updates(client: RlClient, models: list[Path], pids: list[int]) -> list[tuple[int, int]]:
     async def update(number: int, policy: UpdatePolicy) -> list[int]:
-        await client.update_weights({"backend": "filesystem", "path": str(models[number % 2])}, policy=policy)
+        await client.update_weights(from_files(models[number % 2]), policy=policy)
         return [pss([pid, *(one.pid for one in psutil.Process(pid).children(recursive=True))]) for pid in pids]
 
     before = await update(1, UpdatePolicy(staging="none"))  # the first update loads libraries, too

@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from bench.staged import from_files, stage
 from rl_plane.protocol.generation import GenerateRequest
-from rl_plane.protocol.update_requests import ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineOptions
 from worker.engines.vllm.adapter import VllmEngine
@@ -96,13 +96,11 @@ async def measure(count: int, context: int, window_s: float, rounds: int, scratc
 
     async def update(keep_kv: bool) -> None:
         number, model = next(sequences), next(following)
-        where = Transport.model_validate({"backend": "filesystem", "path": str(model)})
-        request = ReceiveRequest(update_id=f"update-{number}", label=f"step_{number}", transport=where)
-        await asyncio.to_thread(engine.open, request.update_id, request)
-        reply = await asyncio.to_thread(engine.receive, request.update_id, lambda: False)
+        name = f"step_{number}"
+        reply = await stage(engine, name, from_files(model))
         await engine.pause("keep", False)
-        version = WeightVersion("bench", number, request.label, reply["digest"])
-        if await engine.swap(request.update_id, version, keep_kv=keep_kv) is keep_kv:
+        version = WeightVersion("bench", number, name, reply["digest"])
+        if await engine.swap(name, version, keep_kv=keep_kv) is keep_kv:
             raise SystemExit(f"asked to {'keep' if keep_kv else 'drop'} KV, the engine did the other")
         await engine.resume()
 

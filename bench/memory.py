@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench.gaps import SHAPE_500_MB
-from bench.owners import AIM, RANKS, measure_ranks
+from bench.owners import AIM, RANKS, measure_ranks, memory_of
 from bench.peers import hf_worker
 from rl_plane.publish import WeightPublisher
 from rl_plane.transports.nixl.wire import have_nixl
@@ -101,13 +101,6 @@ def some_places(weights: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray
     return [(flat, random.integers(len(flat), size=-(-len(flat) // 100))) for flat in flats]
 
 
-def _status(pid: int | str, field: str) -> int:
-    """In bytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(field + ":"))
-    return int(line.split()[1]) << 10
-
-
 @contextmanager
 def served(model: Path) -> Iterator[ServedModel]:
     """Runs an `hf` worker of this model beneath a NATS server of its own."""
@@ -153,7 +146,7 @@ def measure(backend: str, model: Path, more: dict[str, Any], worker: ServedModel
         step()  # what is served already would be neither swapped nor kept
         read_ahead._given_back.clear()  # by the publisher before: it is resident still
         processes: tuple[int | str, ...] = ("self", worker.pid)
-        before = [_status(pid, "VmRSS") for pid in processes]
+        before = [memory_of(pid, "VmRSS") for pid in processes]
         deltas = more.get("encoding") == "delta"
         if deltas:
             published("whole")  # what it leaves counts, its own peak doesn't
@@ -162,7 +155,7 @@ def measure(backend: str, model: Path, more: dict[str, Any], worker: ServedModel
         for number in range(UPDATES):
             nbytes = published(str(number))
             assert (2 * nbytes < sum(tensor.nbytes for tensor in weights.values())) == deltas
-        ours, theirs = (_status(pid, "VmHWM") - had for pid, had in zip(processes, before, strict=True))
+        ours, theirs = (memory_of(pid, "VmHWM") - had for pid, had in zip(processes, before, strict=True))
         return ours, theirs
 
 

@@ -45,8 +45,9 @@ def measure_ranks(backend: str, model: Path, url: str, namespace: str, ranks: in
     return [int(one["bytes"]) for one in found]
 
 
-def _resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+def memory_of(pid: int | str, field: str) -> int:
+    """A field of a process's status in bytes. `pid`: a number, or `self`."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(field + ":"))
     return int(line.split()[1]) << 10
 
@@ -80,14 +81,14 @@ def _main(backend: str, directory: str, url: str, namespace: str, meeting: str, 
         model, url, namespace=namespace, transport=backend, encoding="full", root=root
     ) as publisher:
         gc.collect()
-        before = _resident("VmRSS")
+        before = memory_of("self", "VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
         for number in range(UPDATES):
             with torch.no_grad():
                 for weight in model.parameters():
                     weight.to_local().add_(0.001)
             publisher.publish(f"{ranks} ranks {number}")
-        taken = _resident("VmHWM") - before
+        taken = memory_of("self", "VmHWM") - before
     print(json.dumps({"bytes": taken}), flush=True)
     os._exit(0)  # torch's threads may abort a process that ends in an orderly way
 

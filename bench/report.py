@@ -144,13 +144,8 @@ def compared(
 
 
 def commit_rows(times: CommitTimes) -> list[Row]:
-    after = times.seconds["raw_after"]
-    all_raw = list(map(add, times.seconds["raw_before"], after))
-    count = times.gathers
-    return [
-        compared("update", times.workers, times.seconds["update"], f"{count} raw", all_raw, CONTROL_AIM),
-        compared("its commit", times.workers, times.seconds["commit"], f"{times.after} raw", after, CONTROL_AIM),
-    ]
+    ours, raw = times.seconds["update"], times.seconds["raw"]
+    return [compared("update", times.workers, ours, f"{times.gathers} raw", raw, CONTROL_AIM)]
 
 
 def gap_rows(times: GapTimes) -> list[Row]:
@@ -161,7 +156,6 @@ def gap_rows(times: GapTimes) -> list[Row]:
         row("gap of a stream, staged", times.gaps["staged"], times.copies["staged"], GAP_AIM),
         row("slowest step while staged", times.meanwhile, times.copies["staged"], None),
         row("gap of a stream, unstaged", times.gaps["unstaged"], times.copies["unstaged"], None),
-        row("gap of a stream, staged, canary", times.gaps["staged, canary"], times.copies["staged, canary"], None),
     ]
 
 
@@ -173,7 +167,6 @@ def canary_rows(times: CanaryTimes) -> list[Row]:
         compared(
             "its pause", 1, frozen, "canary off + 1 forward", list(map(add, off, times.forwards)), FORWARD_AIM
         ),
-        compared("its pause", 1, frozen, "canary off", off),
         time_row("one forward of the canary's tokens", times.forwards),
     ]
 
@@ -268,14 +261,11 @@ def stream_rows(times: StreamTimes) -> list[Row]:
     def later(ours: list[float], direct: list[float]) -> list[float]:
         return [max(0.0, one - other) for one, other in zip(ours, direct, strict=True)]
 
-    first, between = (later(found("plane"), found("direct")) for found in (times.firsts, times.betweens))
-    bare_first, bare_between = (later(found("bare"), found("direct")) for found in (times.firsts, times.betweens))
+    first, bare_first = (later(times.firsts(way), times.firsts("direct")) for way in ("plane", "bare"))
     fast, two = times.per_thousand("unpaced"), times.per_thousand("two frontends")
     return [
         time_row(f"first token later, {size}", first, FIRST_TOKEN_AIM_S if times.streams == 1 else None),
         time_row(f"first token later by the bare path, {size}", bare_first),
-        time_row(f"each next token later, {size}", between),
-        time_row(f"each next token later by the bare path, {size}", bare_between),
         time_row(f"1,000 tokens, {size}", fast),
         compared(
             f"1,000 tokens, {size}, two frontends",
@@ -319,8 +309,6 @@ def server_rows(times: StreamTimes) -> list[Row]:
         return compared(f"vLLM, {what}, {size}", None, ours, "its own server", theirs, aim)
 
     return [
-        row("first token", times.firsts("plane"), times.firsts("vllm")),
-        row("each next token", times.betweens("plane"), times.betweens("vllm")),
         row("1,000 tokens", times.per_thousand("plane"), times.per_thousand("vllm"), SERVER_AIM),
         row(
             "CPU beside the engine's for 1,000 tokens",

@@ -18,9 +18,8 @@ import nats
 import numpy as np
 
 from bench.fanout import JOIN_TIMEOUT_S
-from bench.peers import copied_unhashed, peers, start_peer, unhashed
+from bench.peers import copied_unhashed, hf_worker, unhashed
 from bench.phases import phases_seen
-from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
 from rl_plane.transports import packing
 from rl_plane.transports.object_store.sender import ObjectStoreSender
@@ -127,23 +126,12 @@ async def measure_stored(models: Sequence[Path], rounds: int) -> StoredTimes:
             if not verify:
                 stack.enter_context(mock.patch.object(packing, "tensor_digest", unhashed))
                 stack.enter_context(mock.patch.object(packing, "copy_hashed", copied_unhashed))
-            server = NatsServer()
-            server.start()
-            stack.callback(server.stop)
-            started = start_peer(
-                "workers",
-                nats_url=server.url,
-                namespace=namespace,
-                model=str(models[0]),
-                copies=1,
-                engine="hf",
-                weight_roots=[str(models[0].parent)],
-                verify=verify,
+            url, _ = stack.enter_context(
+                hf_worker(namespace, models[0], weight_roots=[str(models[0].parent)], verify=verify)
             )
-            stack.enter_context(peers([started]))
-            client = await stack.enter_async_context(await RlClient.connect(server.url, namespace))
+            client = await stack.enter_async_context(await RlClient.connect(url, namespace))
             await client.wait_for(1, JOIN_TIMEOUT_S)
-            sender = ObjectStoreSender(server.url, namespace, keep=0)
+            sender = ObjectStoreSender(url, namespace, keep=0)
             stack.callback(sender.close)
             for number in range(-1, rounds):  # the first one warms caches
                 found = StoredTimes(times.nbytes)
@@ -156,7 +144,7 @@ async def measure_stored(models: Sequence[Path], rounds: int) -> StoredTimes:
                 transport, took = await asyncio.to_thread(_publish, sender, model)
                 found.add("publish", took)
                 found.add("object", await _prepared(client, transport))
-                put, get = await _nats_py(server.url, some)
+                put, get = await _nats_py(url, some)
                 found.add("nats_put", put * times.nbytes / some)
                 found.add("nats_get", get * times.nbytes / some)
                 if number >= 0:

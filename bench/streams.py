@@ -24,13 +24,7 @@ class Heard:
 
     first_s: float
     """Until its first token."""
-    last_s: float
     tokens: int
-
-    @property
-    def between_s(self) -> float:
-        """From one token to the next, in the mean."""
-        return (self.last_s - self.first_s) / max(1, self.tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +54,8 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._ended: asyncio.Future[tuple[float, float]] | None = None
+        self._ended: asyncio.Future[float] | None = None
+        """The time of the first token, once the reply has ended."""
         self._rest = b""
         self._first = 0.0
 
@@ -82,7 +77,7 @@ class Connection(asyncio.Protocol):
                 if len(body) < int(length[1]):
                     return
                 if head.startswith(b"HTTP/1.1 200 "):
-                    self._ended.set_result((time.perf_counter(), time.perf_counter()))
+                    self._ended.set_result(time.perf_counter())
                 else:
                     self._ended.set_exception(ConnectionError(seen.decode(errors="replace")[:1000]))
                 return
@@ -94,7 +89,7 @@ class Connection(asyncio.Protocol):
             self._first = time.perf_counter()
         if seen.endswith(b"\r\n0\r\n\r\n"):
             if DONE in seen:
-                self._ended.set_result((self._first, time.perf_counter()))
+                self._ended.set_result(self._first)
             else:
                 self._ended.set_exception(ConnectionError(f"the stream ended early: {seen[-1000:]!r}"))
         # The end may come in pieces.
@@ -106,17 +101,17 @@ class Connection(asyncio.Protocol):
         start = time.perf_counter()
         self._transport.write(request)
         async with asyncio.timeout(STREAM_S):
-            first, last = await self._ended
-        return Heard(first - start, last - start, tokens)
+            return Heard(await self._ended - start, tokens)
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
 
 
-def request_of(path: str, body: dict[str, Any]) -> bytes:
+def request_of(body: dict[str, Any]) -> bytes:
+    """A request for a completion."""
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n"
     return f"{head}Content-Type: application/json\r\n\r\n".encode() + data
 
 
@@ -131,10 +126,7 @@ class Streams:
     async def run(self, count: int, body: dict[str, Any], tokens: int) -> Round:
         """Runs `count` streams at once, each of so many tokens. It opens their connections before the clock starts.
         Each round has new connections, because a server closes a connection that is unused for some seconds."""
-        requests = [
-            request_of("/v1/completions", {**body, "prompt": [*body["prompt"], 3 + number]})
-            for number in range(count)
-        ]
+        requests = [request_of({**body, "prompt": [*body["prompt"], 3 + number]}) for number in range(count)]
         async with _connections(self._urls, count) as connections:
             before = self._cpu_s()
             start = time.perf_counter()

@@ -2,7 +2,6 @@
 
 | `model` | the component |
 |---|---|
-| absent | the frontend's own |
 | the name of a component | this one |
 | `component/model`, and the component serves the model | this one |
 | a model that one component serves | this one |
@@ -38,10 +37,8 @@ class ComponentModels:
         return asked.startswith(start) and asked[len(start) :] in self.names
 
 
-def component_of(asked: str | None, served: Sequence[ComponentModels]) -> str:
+def component_of(asked: str, served: Sequence[ComponentModels]) -> str:
     """The name of the component that answers. `served`: the frontend's own component first."""
-    if asked is None:
-        return served[0].component
     for one in served:
         if asked == one.component:
             return one.component

@@ -10,8 +10,13 @@ from pydantic import Field
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.described_broadcast import DescribedBroadcast
 from frontend.dialects.common.dynamo_discovery import mount as mount_discovery
-from frontend.dialects.common.fleet_as_one import begun, unretried, world_size
-from frontend.dialects.common.pause_and_adapters import load_adapter, mount_adapters, mount_pause
+from frontend.dialects.common.fleet_as_one import begun, refuse_kernel_format, unretried, world_size
+from frontend.dialects.common.pause_and_adapters import (
+    AdapterPlaceFields,
+    load_adapter,
+    mount_adapters,
+    mount_pause,
+)
 from frontend.dialects.common.rpc import RpcFields
 from frontend.dialects.common.transaction import Transactions
 from frontend.server.bodies import MAX_NAMES_BYTES
@@ -65,13 +70,6 @@ class PrimeRlUpdateFields(Fields):
     """`{names, dtype_names, shapes}` of the tensors that the broadcaster sends now."""
 
 
-class PrimeRlAdapterFields(Fields):
-    """`POST /v1/rl/load_lora_adapter`"""
-
-    lora_name: Label
-    lora_path: str = Field(min_length=1)
-
-
 def mount(routes: SharedRoutes, context: DialectContext) -> None:
     transactions = Transactions(context, GROUP)
     own = DescribedBroadcast(transactions)
@@ -87,12 +85,12 @@ def mount(routes: SharedRoutes, context: DialectContext) -> None:
 
     @routes.post(
         PREFIX + "/load_lora_adapter",
-        PrimeRlAdapterFields,
+        AdapterPlaceFields,
         "Load or replace an adapter on the whole fleet.",
         # The facade's own op has the same two fields and the same answer. Any other field means the facade's op.
-        claims=lambda raw: not raw.query and raw.body.keys() == PrimeRlAdapterFields.model_fields.keys(),
+        claims=lambda raw: not raw.query and raw.body.keys() == AdapterPlaceFields.model_fields.keys(),
     )
-    async def load(request: ParsedRequest[PrimeRlAdapterFields]) -> Any:
+    async def load(request: ParsedRequest[AdapterPlaceFields]) -> Any:
         fields = request.fields
         return await unretried(load_adapter(context, fields.lora_name, fields.lora_path, request.request_id))
 
@@ -119,11 +117,7 @@ def _mount_updates(
                 fix="weight_broadcast.type = nccl or filesystem",
             )
         if fields.quantize_in_weight_transfer:
-            raise InvalidRequest(
-                "weights in an engine's kernel format are not supported here",
-                field="quantize_in_weight_transfer",
-                fix="send the checkpoint's format",
-            )
+            refuse_kernel_format("quantize_in_weight_transfer")
         info = {
             "backend": fields.backend,
             "group_name": fields.group_name,
@@ -197,7 +191,7 @@ async def _from_directory(
 ) -> dict[str, Any]:
     body = {
         "transport": {"backend": "filesystem", "path": fields.weight_dir},
-        **({"version": fields.weight_version} if fields.weight_version is not None else {}),
+        "version": fields.weight_version,
     }
     with begun():
         return await context.calls.run("update_weights", body, request.request_id)

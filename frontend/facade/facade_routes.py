@@ -88,7 +88,7 @@ def add_facade_routes(
     events: FindEvents,
     metrics: FrontendMetrics,
     shared: SharedRoutes,
-    extend_workers: ExtendReply | None = None,
+    extend_workers: ExtendReply | None,
 ) -> None:
     """`shared`: the dialects' routes. An op whose path a dialect uses too becomes one of them."""
     api.add(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from nats.aio.msg import Msg
 
@@ -63,29 +65,30 @@ class UpdateRecovery:
     async def _keep_record(self) -> None:
         """Does what a worker without a role does by itself: writes a record that the store lacks, and bars the
         coordinators before, by sealing the record."""
-        try:
+        with _logged("the record could not be written for a worker"):
             if record_of(await self._view.read_record()) is None:
                 await self._fleet.updates.fix_first_version()
             else:
                 await self._fleet.updates.finish()
-        except Locked:
-            pass  # a coordinator lives, and seals the record itself
-        except PlaneError as error:
-            log.warning("the record could not be written for a worker: %s", error)
-        except Exception:
-            log.exception("the record could not be written for a worker")
 
     async def _complete(self, record: DecisionRecord) -> None:
-        try:
+        with _logged(f"the update {record.update_id} could not be completed"):
             version = await self._fleet.updates.finish()
             if version == record.made:
                 how = "this frontend has completed it"
             else:
                 how = f"this frontend has judged it, and {version.label} is committed now"
             log.warning("the update %s was left half done; %s", record.update_id, how)
-        except Locked:
-            pass  # its coordinator lives, or another frontend completes it
-        except PlaneError as error:
-            log.warning("the update %s could not be completed: %s", record.update_id, error)
-        except Exception:
-            log.exception("the update %s could not be completed", record.update_id)
+
+
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Logs an error of the block. A locked fleet is none: its coordinator, or another frontend, does the same."""
+    try:
+        yield
+    except Locked:
+        pass
+    except PlaneError as error:
+        log.warning("%s: %s", what, error)
+    except Exception:
+        log.exception("%s", what)

@@ -42,14 +42,6 @@ def bind(
     field: str, host: str, port: int, key: str | None, insecure: bool, keys_file: bool = False
 ) -> socket.socket:
     """Opens a listening socket. `field`: the option that names the port, for errors. `keys_file`: a file has keys."""
-    if not 0 <= port <= 65_535:
-        raise InvalidRequest(f"{field} is {port}", field=field, fix="use 1 to 65535, or 0 for a free one")
-    if key is not None and key != key.strip():
-        raise InvalidRequest(
-            f"the key of {field} begins or ends with a space, which no header carries",
-            field="admin_key" if field == "rl_port" else "api_key",
-            fix="set it without",
-        )
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -9,8 +9,8 @@ from frontend.frontend_limits import LIMITS, FrontendLimits
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.dialects import DIALECTS
-from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL, check_name
-from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
+from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
+from rl_plane.protocol.update_requests import PART_TIMEOUT_S
 
 DEFAULT_RL_PORT = 8002
 DEFAULT_HTTP_PORT = 8000
@@ -24,7 +24,8 @@ MAX_COMPONENTS = 16
 
 @dataclass(frozen=True, slots=True)
 class FrontendOptions:
-    """Everything that a frontend can be configured with."""
+    """Everything that a frontend can be configured with. The settings of the command line check each value by itself;
+    this class checks the values that must fit each other."""
 
     nats_url: str = DEFAULT_NATS_URL
     namespace: str = DEFAULT_NAMESPACE
@@ -71,15 +72,6 @@ class FrontendOptions:
     """The files by which the frontend connects to NATS."""
 
     def __post_init__(self) -> None:
-        for name in self.dialects:
-            if name not in DIALECTS:
-                raise InvalidRequest(
-                    f"there is no dialect {name[:64]!r}",
-                    field="dialects",
-                    fix=f"name some of {', '.join(DIALECTS)}",
-                )
-        for name in self.also_serve:
-            check_name("also_serve", name)
         if len({self.component, *self.also_serve}) != 1 + len(self.also_serve):
             raise InvalidRequest(
                 f"also_serve names a component twice, or the own component {self.component!r}",
@@ -92,17 +84,9 @@ class FrontendOptions:
                 field="also_serve",
                 fix=f"at most {MAX_COMPONENTS - 1}: start another frontend for the rest",
             )
-        if self.expect < 0:
-            raise InvalidRequest(f"expect is {self.expect}", field="expect", fix="a number of workers, 0 or more")
         if (self.https_cert is None) != (self.https_key is None):
             missing = "https_cert" if self.https_cert is None else "https_key"
             raise InvalidRequest(f"{missing} is missing", field=missing, fix="give the certificate and its key")
-        if not 0 < self.part_timeout_s <= MAX_PART_TIMEOUT_S:
-            raise InvalidRequest(
-                f"part_timeout_s is {self.part_timeout_s!r}",
-                field="part_timeout_s",
-                fix=f"seconds, above 0 and at most {MAX_PART_TIMEOUT_S:g}",
-            )
 
     @property
     def speaks(self) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from typing import Any
 
 import click
 
-from rl_plane.cli.output import note, one_line, say, say_json
+from rl_plane.cli.output import clock, note, one_line, say, say_json
 from rl_plane.cli.settings import Command, command, only_component
 from rl_plane.errors import DeadlineExceeded, Unavailable
 from rl_plane.fleet.http_client import read_events
@@ -61,8 +60,7 @@ def _events(values: Mapping[str, Any]) -> Iterator[tuple[int | None, str, dict[s
 def event_line(kind: str, data: Mapping[str, Any]) -> str:
     """One event in words."""
     at = data.get("at")
-    clock = datetime.fromtimestamp(at).strftime("%H:%M:%S") if at is not None else "--:--:--"
-    return one_line(f"{clock} {event_words(kind, data)}")
+    return one_line(f"{clock(at) if at is not None else '--:--:--'} {event_words(kind, data)}")
 
 
 def event_words(kind: str, data: Mapping[str, Any]) -> str:

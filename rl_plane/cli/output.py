@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from rl_plane._util import log_format
@@ -95,8 +96,19 @@ def exit_words(code: int) -> str:
         return f"signal {-code}"
 
 
+def clock(at: float) -> str:
+    """The time of day on this machine."""
+    return datetime.fromtimestamp(at).strftime("%H:%M:%S")
+
+
 def counted(workers: int) -> str:
     return f"{workers} worker{'' if workers == 1 else 's'}"
+
+
+def ids(names: Sequence[str], most: int = 3) -> str:
+    """The first names, then a count of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def say(line: str) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -16,6 +14,7 @@ from rl_plane._util.plugins import ENGINES, plugins
 from rl_plane._util.processes import spare_collector
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import CONFIG, NatsServer
+from rl_plane.cli.end_signals import ended_by_signals
 from rl_plane.cli.keys import NATS_FILES, credentials_as
 from rl_plane.cli.models import default_model
 from rl_plane.cli.output import BadSetting, note, say_ready
@@ -104,14 +103,6 @@ def check_engine(name: str | None) -> str:
     return name
 
 
-class _ServingEnded(BaseException):
-    """A signal has asked for the end."""
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise _ServingEnded
-
-
 def run_nats(given: Command) -> int:
     """Runs nats-server until a signal."""
     values = given.values
@@ -121,19 +112,19 @@ def run_nats(given: Command) -> int:
             f"rl-plane: any host that reaches {values['nats_host']} may use this server: use a private network, "
             "or --keys"
         )
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
-    server = NatsServer(host=values["nats_host"], port=values["nats_port"], store=values["store"], config=config)
-    try:
-        server.start()
-        url = server.url
-        say_ready(values["json"], "nats", f"nats-server is ready: {url}", nats_url=url, pid=server.process.pid)
-        code = server.process.wait()
-        raise BusUnreachable(f"nats-server ended with exit code {code}", fix="start it again")
-    except _ServingEnded:
-        return 0
-    finally:
-        server.stop()
+    with ended_by_signals():
+        server = NatsServer(
+            host=values["nats_host"], port=values["nats_port"], store=values["store"], config=config
+        )
+        try:
+            server.start()
+            url = server.url
+            say_ready(values["json"], "nats", f"nats-server is ready: {url}", nats_url=url, pid=server.process.pid)
+            code = server.process.wait()
+            raise BusUnreachable(f"nats-server ended with exit code {code}", fix="start it again")
+        finally:
+            server.stop()
+    return 0
 
 
 def run_worker(given: Command) -> int:

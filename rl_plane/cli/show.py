@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rl_plane.cli.output import counted, exit_words, one_line, table
+from rl_plane.cli.output import clock, counted, exit_words, one_line, table
 from rl_plane.commit.running_update import BEFORE_DECISION
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.relay import TRAINER
@@ -154,7 +154,7 @@ def _starting(reply: Reply) -> list[str]:
 
 
 def starting_words(one: Reply) -> str:
-    since = datetime.fromtimestamp(one["since"]).strftime("%H:%M:%S")
+    since = clock(one["since"])
     return (
         f"{one['instance_id']} starts since {since}: {one['engine']} on {one['host']}, pid {one['pid']}: "
         f"{one['phase']}, {one['in_phase_s']:.0f} of {one['elapsed_s']:.0f} s"
@@ -323,12 +323,9 @@ def _canary_words(canary: Reply) -> str:
         words += ", no values to compare with" if not failed else ""
     else:
         against = AGAINST.get(canary["against"], canary["against"])
-        words += f", {_canary_numbers(canary)} from {against}"
+        difference, kl = f"{canary['difference']:.2g}", f"{canary['mismatch_kl']:.2g}"
+        words += f", largest difference {difference}, mismatch_kl {kl} from {against}"
     return words + (f"; warning: {canary['warning']}" if canary.get("warning") else "")
-
-
-def _canary_numbers(canary: Reply) -> str:
-    return f"largest difference {canary['difference']:.2g}, mismatch_kl {canary['mismatch_kl']:.2g}"
 
 
 def _canary_cell(canary: Any) -> str | None:

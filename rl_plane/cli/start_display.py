@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plane.cli.children import Printer
 from rl_plane.cli.output import one_line
-from rl_plane.cli.wait_display import READ_EVERY_S, STATE_BODY, STATE_S
+from rl_plane.cli.wait_display import READ_EVERY_S
 from rl_plane.errors import PlaneError
-from rl_plane.fleet.http_client import call_facade
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,11 +41,6 @@ def start_lines(total: int, waiting: Mapping[str, str], ready: int, seconds: flo
     words = f"rl-plane up: {ready} of {total} processes are ready, {seconds:.0f} s"
     head.add_row(Text(words), ProgressBar(total=total, completed=ready, width=BAR_CELLS))
     return Group(head, *(Text("  " + one_line(f"{name}: {does}")) for name, does in waiting.items()))
-
-
-def phases_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """instance_id → what a worker that starts does, and for how long."""
-    return {one["instance_id"]: f"{one['phase']}, {one['elapsed_s']:.0f} s" for one in state.get("starting") or ()}
 
 
 @contextmanager
@@ -92,11 +86,6 @@ def start_shown(
             printer.at_terminal = None
 
 
-def read_starting(url: str, key: str | None) -> dict[str, str]:
-    """The result of `phases_of`, from a frontend. PlaneError: it does not answer."""
-    return phases_of(call_facade(url, key, "state", STATE_BODY, STATE_S))
-
-
 class StartProgress:
     """The facts of the drawing."""
 
@@ -105,8 +94,10 @@ class StartProgress:
         self.phases: dict[str, str] = {}
         """instance_id → what the worker does, as a frontend has heard."""
 
-    def learn(self, phases: Mapping[str, str]) -> None:
-        """Takes the result of `phases_of`. A worker that is not in it any more is joining."""
+    def learn(self, state: Mapping[str, Any]) -> None:
+        """Takes the reply of the op `state`. A worker that starts no more is joining."""
+        starting = state.get("starting") or ()
+        phases = {one["instance_id"]: f"{one['phase']}, {one['elapsed_s']:.0f} s" for one in starting}
         self.phases = {**dict.fromkeys(self.phases, "joining the fleet"), **phases}
 
     def drawing(self, names: Sequence[tuple[str, str, bool]]) -> RenderableType:

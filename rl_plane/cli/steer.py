@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,7 +25,11 @@ from rl_plane.errors import DeadlineExceeded, NoWorkers, PermissionDenied
 from rl_plane.fleet.http_client import call_facade
 from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp
 from rl_plane.protocol.strict_json import load_json_object
+from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import UpdatePolicy
+
+if TYPE_CHECKING:
+    from rl_plane.sync import SyncRlClient
 
 READ_S = 30.0
 READING_ROLES = frozenset({"service", "worker"})
@@ -261,17 +265,23 @@ def over_nats(given: Command) -> bool:
     return not given.flags.isdisjoint(("nats_url", "nats_nkey", "nats_creds"))
 
 
-def _over_nats(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[str, Any]:
-    """Carries out the op in this process, as a frontend does."""
-    from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NATS_URL
+def connected(given: Command, body: Mapping[str, Any]) -> SyncRlClient:
+    """A connection to the first component that the body names, without a frontend."""
     from rl_plane.sync import SyncRlClient
 
-    values, key = given.values, credentials(given.values)
-    _check_role(op, key.load().role)
+    values = given.values
     component = (body.get("component") or [DEFAULT_COMPONENT])[0]
     url = values["nats_url"] or DEFAULT_NATS_URL
-    connected = SyncRlClient.connect(url, values["namespace"], component, name="rl-plane", credentials=key)
-    with connected as fleet:
+    return SyncRlClient.connect(
+        url, values["namespace"], component, name="rl-plane", credentials=credentials(values)
+    )
+
+
+def _over_nats(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[str, Any]:
+    """Carries out the op in this process, as a frontend does."""
+    values = given.values
+    _check_role(op, credentials(values).load().role)
+    with connected(given, body) as fleet:
 
         def read_state() -> dict[str, Any]:
             return fleet.run("state", STATE_BODY, timeout_s=STATE_S)
@@ -291,6 +301,21 @@ def _check_role(op: str, role: str | None) -> None:
         )
 
 
+def on_a_thread(name: str, call: Callable[[], Any]) -> Future[Any]:
+    """The outcome of a call on a thread. The thread is a daemon, so that a call which never ends does not keep the
+    command."""
+    answer: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return answer
+
+
 def waiting(op: str, call: Callable[[], dict[str, Any]], bound_s: float, given: Command) -> dict[str, Any]:
     """Makes a call on a thread, so that its bound holds for all of it, and Ctrl-C ends the wait at once."""
     values = given.values
@@ -299,17 +324,10 @@ def waiting(op: str, call: Callable[[], dict[str, Any]], bound_s: float, given: 
         components = values["components"]
         body = {**STATE_BODY, "component": list(components)} if len(components) == 1 else STATE_BODY
         shown = partial(call_facade, values["url"], values["admin_key"], "state", body, STATE_S)
-    answer: Future[dict[str, Any]] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=work, name=op, daemon=True).start()
+    answer = on_a_thread(op, call)
     with seconds_shown(op, shown, quiet=values["json"]):
         done, _ = wait([answer], timeout=bound_s + TICK_S)
     if not done:
         raise DeadlineExceeded(f"no answer within {bound_s:g} s")
-    return answer.result()
+    reply: dict[str, Any] = answer.result()
+    return reply

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import sys
 import termios
 import threading
@@ -14,14 +13,13 @@ import tty
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
+from rl_plane.cli.end_signals import ended_by_signals
 from rl_plane.cli.follow_events import event_line
-from rl_plane.cli.output import BadSetting
+from rl_plane.cli.output import BadSetting, clock
 from rl_plane.cli.settings import Command, command, only_component
 from rl_plane.cli.top_facts import Rates, TopFacts, WorkCounts, rates_by_version
 from rl_plane.cli.wait_display import STATE_BODY, STATE_S
@@ -69,14 +67,6 @@ def run_top(given: Command) -> int:
     return 0
 
 
-class _ScreenEnded(BaseException):
-    """A signal has asked for the end."""
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise _ScreenEnded
-
-
 def _live(reader: FleetReader) -> None:
     """Shows the screen until a key or a signal. The terminal is then as it was."""
     from rich.console import Console
@@ -85,18 +75,14 @@ def _live(reader: FleetReader) -> None:
     from rl_plane.cli.top_screen import screen
 
     console = Console(highlight=False)
-    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        reader.start()
-        with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-            while pressed(SHOW_S) not in LEAVE:
-                live.update(screen(reader.facts(), console.size.height), refresh=True)
-    except _ScreenEnded:
-        pass
+        with ended_by_signals():
+            reader.start()
+            with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+                while pressed(SHOW_S) not in LEAVE:
+                    live.update(screen(reader.facts(), console.size.height), refresh=True)
     finally:
         reader.stop()
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _no_key(seconds: float) -> str:
@@ -154,14 +140,12 @@ class FleetReader:
     def facts(self) -> TopFacts:
         """All that is known now."""
         with self._lock:
-            lost, since = self._lost, None
-            if lost is not None:
-                since = datetime.fromtimestamp(lost[0]).strftime("%H:%M:%S")
+            lost = self._lost
             return TopFacts(
                 url=self._url,
-                clock=datetime.now().strftime("%H:%M:%S"),
+                clock=clock(time.time()),
                 state=self._state,
-                lost_since=since,
+                lost_since=clock(lost[0]) if lost is not None else None,
                 lost_s=time.time() - lost[0] if lost is not None else 0.0,
                 why=lost[1].message if lost is not None else "",
                 rates=self._rates,

@@ -31,9 +31,11 @@ from rl_plane.cli.output import READY, counted, one_line
 from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, LOG, METRICS, NODES, WORKER, check_engine
 from rl_plane.cli.settings import Command, command, for_child
 from rl_plane.cli.span_export import OTEL, check_extra
-from rl_plane.cli.start_display import StartProgress, read_starting, start_shown
+from rl_plane.cli.start_display import StartProgress, start_shown
 from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
+from rl_plane.cli.wait_display import STATE_BODY, STATE_S
 from rl_plane.errors import DeadlineExceeded, PlaneError
+from rl_plane.fleet.http_client import call_facade
 from rl_plane.protocol.subjects import Subjects
 
 if TYPE_CHECKING:
@@ -170,7 +172,7 @@ class Up:
         def read_phases() -> None:
             frontend = supervisor.processes.get("frontend")
             if frontend is not None and (url := frontend.facts.get("rl_url")) is not None:
-                progress.learn(read_starting(url, values["admin_key"]))
+                progress.learn(call_facade(url, values["admin_key"], "state", STATE_BODY, STATE_S))
 
         return start_shown(self.printer, draw, read_phases)
 

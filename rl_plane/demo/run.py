@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rl_plane.cli.output import say
 from rl_plane.demo.fleet import DemoFleet
 from rl_plane.demo.report import FLEET, MEAN_OVER, make_report, write_picture, write_report
 from rl_plane.demo.reward import REWARD_TEXT
@@ -172,10 +173,6 @@ def _fresh(out: Path) -> Path:
     return out / "logs"
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
 def _summary(report: dict[str, Any], out: Path) -> str:
     update = report["update_seconds"]
     return (
@@ -198,7 +195,7 @@ def run(*, out: Path, steps: int, seed: int, model: Path | None, engine: str) ->
     _check(steps, model)
     logs = _fresh(out)
     story, trouble, code = Story(steps), "", 1
-    _say(f"starting nats-server, a frontend, {FLEET} {engine} workers and a trainer; logs in {logs}")
+    say(f"starting nats-server, a frontend, {FLEET} {engine} workers and a trainer; logs in {logs}")
     try:
         asyncio.run(_run(story, logs, model, seed, engine))
     except PlaneError as error:
@@ -210,7 +207,7 @@ def run(*, out: Path, steps: int, seed: int, model: Path | None, engine: str) ->
     if story.steps:
         write_picture(report, out / "reward.png")
     if report["ok"]:
-        _say(_summary(report, out))
+        say(_summary(report, out))
         return 0
     print(f"rl-plane demo failed: {'; '.join(report['failures'])} (logs in {logs})", file=sys.stderr)
     return code

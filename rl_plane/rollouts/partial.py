@@ -195,21 +195,13 @@ def _joined(
     """The spans with those of the next part, which begins after `before` tokens."""
     joined = list(spans)
     for span in of_part:
-        moved = {**span, "start": span["start"] + before, "end": span["end"] + before}
-        if joined and _same(joined[-1], moved):
-            joined[-1] = {**joined[-1], "end": moved["end"]}
+        place = {"start": span["start"] + before, "end": span["end"] + before}
+        # Two spans become one if they meet and have the same maker.
+        if joined and joined[-1]["end"] == place["start"] and {**joined[-1], **place} == {**span, **place}:
+            joined[-1] = {**joined[-1], "end": place["end"]}
         else:
-            joined.append(moved)
+            joined.append({**span, **place})
     return joined
-
-
-def _same(span: Mapping[str, Any], following: Mapping[str, Any]) -> bool:
-    """True if two spans meet and have the same maker."""
-
-    def made_by(one: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in one.items() if key not in ("start", "end")}
-
-    return bool(span["end"] == following["start"] and made_by(span) == made_by(following))
 
 
 def _is_of_the_connection(error: Exception) -> bool:

@@ -171,11 +171,6 @@ async def test_each_dialect_can_be_switched_off(
         assert (await http.get("/v1/rl/state")).status_code == 200
 
 
-async def test_an_unknown_dialect_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="no dialect 'tgi'"):
-        FrontendOptions(dialects=("tgi",))
-
-
 def test_the_command_line_names_dialects() -> None:
     assert values_of(["dialects"])["dialects"] == tuple(DIALECTS) == FrontendOptions().dialects
     for text in ("vllm,prime-rl", "none"):

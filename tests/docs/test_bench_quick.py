@@ -28,14 +28,12 @@ TIMES = (
     "SIGKILL → gone, our nats.conf",
     "SIGKILL → gone, any other NATS server",
     "registering → listed",
-    "process started → listed (fake engine)",
 )
-UPDATES = [(what, size) for size in (1, 8) for what in ("update", "its commit")]
+UPDATES = [("update", size) for size in (1, 8)]
 CANARIES = [
     ("one forward of the canary's tokens", None),
     ("update of 2 MB", "canary off"),
     ("its pause", "canary off + 1 forward"),
-    ("its pause", "canary off"),
 ]
 STORED = (
     ("filesystem", "plain read"),
@@ -73,8 +71,6 @@ STREAMS = [
     for what, beside in (
         ("first token later", ""),
         ("first token later by the bare path", ""),
-        ("each next token later", ""),
-        ("each next token later by the bare path", ""),
         ("1,000 tokens", ""),
         ("1,000 tokens", ", two frontends"),
         ("CPU of a frontend for 1,000 tokens", ""),

@@ -9,6 +9,7 @@ from frontend.completions.service import Generation
 from frontend.facade.op_runner import OpRunner
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.state_store import read_session
+from rl_plane.errors import BusUnreachable, Locked, PlaneError
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.fleet_ops import FLEET_OPS
@@ -58,3 +59,13 @@ class DialectContext:
         """The fleet's session, if it is an update of this owner that waits for its parts or its end."""
         session = await read_session(self.bus, self.state)
         return session if session is not None and session.owner == owner else None
+
+    async def abort(self, update_id: str) -> None:
+        """Drops a prepared update, unless it has ended already. Raises Locked or BusUnreachable if the update stands,
+        and cannot be dropped now."""
+        try:
+            await self.calls.run("abort_weights_update", {"update_id": update_id})
+        except (Locked, BusUnreachable):
+            raise
+        except PlaneError:
+            pass  # the update has ended already

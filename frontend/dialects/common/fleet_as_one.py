@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from frontend.dialects.common.context import DialectContext
 from frontend.server.replies import error_body
@@ -77,6 +77,15 @@ async def unretried(work: Awaitable[T]) -> T:
         return await work
     except Unsupported as error:
         raise InvalidRequest(error.message, **error.facts) from error
+
+
+def refuse_kernel_format(field: str) -> NoReturn:
+    """Raises InvalidRequest. `field`: the field that asks for this format."""
+    raise InvalidRequest(
+        "weights in an engine's kernel format are not supported here",
+        field=field,
+        fix="send the checkpoint's format",
+    )
 
 
 # ---- pause ----

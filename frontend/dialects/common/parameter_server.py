@@ -24,7 +24,7 @@ async def from_checkpoint_engine(
     body = {
         "transport": {"backend": "ipc", "zmq_handles": handles},
         "policy": {"prepare_timeout_s": TIMEOUT_S, **(policy or {})},
-        **({} if label is None else {"version": label}),
+        "version": label,
     }
     with begun():
         return await context.calls.run("update_weights", body, request_id)

@@ -23,9 +23,14 @@ class PauseFields(Fields):
     """Drop the prefix caches. No effect with `keep`, as in vLLM: an update drops them anyway."""
 
 
-class LoadLoraFields(Fields):
+class AdapterPlaceFields(Fields):
+    """The fields of each route that loads an adapter"""
+
     lora_name: Label
     lora_path: str = Field(min_length=1)
+
+
+class LoadLoraFields(AdapterPlaceFields):
     load_inplace: bool = False
     """Replace an adapter of this name."""
     is_3d_lora_weight: bool = False
@@ -39,15 +44,20 @@ class UnloadLoraFields(Fields):
 def mount_pause(routes: SharedRoutes, context: DialectContext) -> None:
     @routes.post("/pause", PauseFields, "Stop generation.")
     async def pause(request: ParsedRequest[PauseFields]) -> Any:
-        mode = request.fields.mode
-        body = {"mode": mode, "clear_cache": request.fields.clear_cache and mode != "keep"}
-        await context.calls.run("pause", body, request.request_id)
+        await pause_fleet(context, request)
         return {"status": "paused"}
 
     @routes.post("/resume", NoFields, "Resume generation.")
     async def resume(request: ParsedRequest[NoFields]) -> Any:
         await resume_fleet(context, request.request_id)
         return {"status": "resumed"}
+
+
+async def pause_fleet(context: DialectContext, request: ParsedRequest[PauseFields]) -> None:
+    """Pauses the fleet as the fields ask for it."""
+    mode = request.fields.mode
+    body = {"mode": mode, "clear_cache": request.fields.clear_cache and mode != "keep"}
+    await context.calls.run("pause", body, request.request_id)
 
 
 def mount_adapters(

@@ -26,7 +26,7 @@ from frontend.dialects.common.ipc_handles import has_handles, read_parts
 from frontend.server.shared_routes import DialectRequest, report
 from rl_plane.commit.history import read_entry
 from rl_plane.commit.sessions import SESSION_IDLE_S
-from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
+from rl_plane.errors import BusUnreachable, Conflict, Locked
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.vllm_bodies import (
     IPC,
@@ -47,10 +47,6 @@ from rl_plane.protocol.vllm_bodies import (
 )
 
 Ready = Callable[[], Awaitable[None]]
-
-
-async def _at_once() -> None:
-    return None
 
 
 @dataclass
@@ -80,7 +76,7 @@ class Transactions:
     # ---- the group ----
 
     async def init(
-        self, given: Mapping[str, Any], where: str, *, format: str | None = None, ready: Ready = _at_once
+        self, given: Mapping[str, Any], where: str, *, format: str | None = None, ready: Ready | None = None
     ) -> None:
         """Forms the group, with every rank of the fleet at its place. Checks everything before it asks a worker.
 
@@ -88,7 +84,7 @@ class Transactions:
             given: the `init_info`.
             where: the path of the call, for the log.
             format: the format in which the trainer describes its tensors in the group. None: it announces them.
-            ready: waits until the trainer can be joined.
+            ready: waits until the trainer can be joined. None: the trainer listens already.
         """
         if given.keys() <= IPC_INIT:
             await self._leave()
@@ -100,7 +96,8 @@ class Transactions:
         rows = engine_replies(await self._context.calls.run("describe", {}))
         check_init(info, rows)
         check_world(info.world_size, info.rank_offset, await world_size(self._context))
-        await ready()
+        if ready is not None:
+            await ready()
         await self._leave()
         self.transfer = None
         transfer = Transfer.of(info, self._group, self._context.part_timeout_s, format)
@@ -118,12 +115,7 @@ class Transactions:
         retry."""
         session = await self._context.session(self._group)
         if session is not None:
-            try:
-                await self._context.calls.run("abort_weights_update", {"update_id": session.update_id})
-            except (Locked, BusUnreachable):
-                raise
-            except PlaneError:
-                pass  # the update has ended already
+            await self._context.abort(session.update_id)
         self._current = None
 
     async def shut_down(self) -> None:
@@ -207,7 +199,7 @@ class Transactions:
         """Commits the update. A repeated call gets the same answer. Without a label the version is named by its
         number."""
         current = self._current = await self._to_finish()
-        body = {"update_id": current.update_id, **({"version": label} if label is not None else {})}
+        body = {"update_id": current.update_id, "version": label}
         with begun(NOT_POSSIBLE):
             reply = await self._context.calls.run("complete_weights_update", body)
         current.finished = True
@@ -258,20 +250,20 @@ class Transactions:
         current, self._current = self._current, None
         if current is not None and current.prepared and not current.finished:
             try:
-                await self._context.calls.run("abort_weights_update", {"update_id": current.update_id})
+                await self._context.abort(current.update_id)
             except (Locked, BusUnreachable):  # the update stands, and would block its trainer's next one
                 current.failed, self._current = True, current
-            except PlaneError:
-                pass  # the update has ended already
 
     async def _prepare(
         self, current: _Current, transport: dict[str, Any], policy: Mapping[str, Any] | None = None
     ) -> None:
         try:
-            named: dict[str, Any] = {} if current.label is None else {"version": current.label}
-            if policy:
-                named["policy"] = dict(policy)
-            body = {"transport": transport, "owner": self._group, **named}
+            body = {
+                "transport": transport,
+                "owner": self._group,
+                "version": current.label,
+                "policy": dict(policy or {}),
+            }
             await self._context.calls.run("prepare_weights_update", body, current.update_id)
         except Locked as error:
             raise begun_before(error, self._current.update_id if self._current is not None else None) from error

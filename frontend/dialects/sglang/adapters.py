@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
-
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import begun, unretried
-from frontend.dialects.common.pause_and_adapters import held_adapters, load_adapter
+from frontend.dialects.common.pause_and_adapters import AdapterPlaceFields, held_adapters, load_adapter
 from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report_given
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.validation import Label
@@ -16,11 +14,9 @@ from rl_plane.protocol.validation import Label
 BY_NAME = "an adapter is known by its name"
 
 
-class LoadFields(Fields):
+class LoadFields(AdapterPlaceFields):
     """`/load_lora_adapter`, of SGLang"""
 
-    lora_name: Label
-    lora_path: str = Field(min_length=1)
     pinned: bool = False
     lora_id: str | None = None
 

@@ -13,13 +13,11 @@ from pydantic import Field
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import begun, joined
 from frontend.dialects.sglang.control import commit_and_resume, pause_for_update
-from frontend.dialects.sglang.groups import DEFAULT_GROUP, MAX_GROUP_CHARS, GroupFields, Groups
-from frontend.dialects.sglang.sglang_session import DistributedFields, Updates
+from frontend.dialects.sglang.groups import DEFAULT_GROUP, GroupFields, GroupText
+from frontend.dialects.sglang.sglang_session import BucketFields, DistributedFields, Updates
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes, report_given
 from rl_plane.errors import Conflict, Unsupported
-from rl_plane.protocol.update_requests import MAX_PART_TENSORS
-from rl_plane.protocol.validation import PRINTABLE
 
 LORA_ROUTES = ("update_weights_lora", "set_update_weight_meta_lora", "update_weights_lora_xccl")
 
@@ -32,13 +30,10 @@ class ArealDiskFields(Fields):
     abort_all_requests: bool = False
 
 
-class ArealTensorFields(Fields):
+class ArealTensorFields(BucketFields):
     """`/areal_set_update_weight_meta`"""
 
-    names: list[str] = Field(max_length=MAX_PART_TENSORS)
-    dtypes: list[str]
-    shapes: list[list[int]]
-    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+    group_name: GroupText = DEFAULT_GROUP
 
 
 @dataclass
@@ -49,7 +44,7 @@ class _Described:
     digest: str = ""
 
 
-def mount_areal_vllm(routes: SharedRoutes, context: DialectContext, groups: Groups, updates: Updates) -> None:
+def mount_areal_vllm(routes: SharedRoutes, context: DialectContext, updates: Updates) -> None:
     @routes.post("/areal_pause_generation", NoFields, "Stop generation, and end running requests.")
     async def pause(request: ParsedRequest[NoFields]) -> Any:
         await pause_for_update(context, updates, "abort", request.request_id)
@@ -81,9 +76,7 @@ def mount_areal_vllm(routes: SharedRoutes, context: DialectContext, groups: Grou
         once=True,
     )
     async def init(request: ParsedRequest[GroupFields]) -> Any:
-        await groups.check(request.fields)
-        await updates.drop()
-        reply = await groups.form(request.fields, request.request_id)
+        reply = await updates.form_group(request.fields, request.request_id)
         return {"success": True, "message": joined(reply, "success")}
 
     _mount_broadcasts(routes, updates)

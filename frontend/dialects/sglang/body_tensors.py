@@ -1,7 +1,7 @@
 """Collects the tensors that trainers send in the bodies of requests.
 
-`HeldTensors` holds the tensors until their update is whole. `Store` then puts them into NATS once, and each rank of the
-fleet fetches them from there. `sglang_session` decides when an update is committed."""
+`HeldTensors` holds the tensors until their update is whole. `store_tensors` then puts them into NATS once, and each
+rank of the fleet fetches them from there. `sglang_session` decides when an update is committed."""
 
 from __future__ import annotations
 
@@ -110,23 +110,18 @@ def _decoded(text: memoryview) -> bytearray:
     return decoded
 
 
-class Store:
-    """Puts tensors into the fleet's object store."""
+async def store_tensors(
+    context: DialectContext, tensors: Tensors, publisher: str, config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Puts tensors into the fleet's object store, and returns the `transport` of their update."""
+    client = context.calls.fleet.client
+    raw = None if config is None else json.dumps(config).encode()
 
-    def __init__(self, context: DialectContext) -> None:
-        client = context.calls.fleet.client
-        self._where = (client.bus.url, client.namespace, client.component)
-
-    async def put(
-        self, tensors: Tensors, publisher: str, config: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Stores the tensors, and returns the `transport` of their update."""
-        raw = None if config is None else json.dumps(config).encode()
-        return await asyncio.to_thread(self._put, tensors, publisher, raw)
-
-    def _put(self, tensors: Tensors, publisher: str, config: bytes | None) -> dict[str, Any]:
-        manifest = Manifest(pack(((name, one.spec) for name, one in tensors.items()), BUCKET_BYTES), config)
-        sender = ObjectStoreSender(*self._where, publisher=f"sglang-{publisher}")
+    def store() -> dict[str, Any]:
+        manifest = Manifest(pack(((name, one.spec) for name, one in tensors.items()), BUCKET_BYTES), raw)
+        sender = ObjectStoreSender(
+            client.bus.url, client.namespace, client.component, publisher=f"sglang-{publisher}"
+        )
         try:
             transport = sender.open(manifest)
             digests: dict[str, str] = {}
@@ -137,17 +132,18 @@ class Store:
             sender.destroy()
         return transport
 
+    return await asyncio.to_thread(store)
+
 
 class HeldTensors:
     """The tensors of an update that is not whole yet."""
 
-    def __init__(self, context: DialectContext, store: Store) -> None:
+    def __init__(self, context: DialectContext) -> None:
         self.turn = asyncio.Lock()
         """Each call that changes the update holds this lock, so the answer to a call describes the update as that call
         has left it. A commit holds it to its end, which the bounds of the commit limit. If the commit cannot begin, it
         puts its tensors back before the next call adds more."""
         self._context = context
-        self._store = store
         self._tensors: dict[str, HostTensor] = {}
         self._number = 0
         self.update_id = ""
@@ -258,12 +254,8 @@ class HeldTensors:
         tensors, policy, label, number = dict(self._tensors), self._policy, self._label, self._number
         self.drop()
         with begun((Locked, *NOT_POSSIBLE)):
-            transport = await self._store.put(tensors, "weights")
-            body = {
-                "transport": transport,
-                "policy": policy,
-                **({} if label is None else {"version": label}),
-            }
+            transport = await store_tensors(self._context, tensors, "weights")
+            body = {"transport": transport, "policy": policy, "version": label}
             try:
                 return await self._context.calls.run("update_weights", body, self.update_id)
             except Locked:  # the update has not begun, and a repeated call commits it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,7 +17,8 @@ from rl_plane.fleet.fleet import FORM_WAIT_S
 from rl_plane.protocol.validation import PRINTABLE
 
 DEFAULT_GROUP = "weight_update_group"
-MAX_GROUP_CHARS = 256
+GroupText = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
+"""The name of a group."""
 MAX_KNOWN = 256
 """The number of groups whose backend is remembered. Only a client that makes up names forms more."""
 
@@ -35,15 +36,18 @@ class GroupFields(Fields):
     """The first rank of the fleet. Each worker gets its own offset from it."""
     world_size: int = Field(ge=2)
     """`rank_offset` plus the number of ranks of the fleet."""
-    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+    group_name: GroupText = DEFAULT_GROUP
     backend: Literal["nccl", "gloo"] = "nccl"
 
 
 class GroupName(Fields):
     """`/destroy_weights_update_group`"""
 
-    group_name: str | None = Field(None, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+    group_name: GroupText | None = None
     """The default is the group that SkyRL has formed last, or else `weight_update_group`."""
+
+
+FormGroup = Callable[[GroupFields, str], Awaitable[dict[str, Any]]]
 
 
 class _Line:
@@ -138,16 +142,14 @@ class Groups:
         return reply
 
 
-def mount_groups(routes: SharedRoutes, groups: Groups, begins_anew: Callable[[], Awaitable[None]]) -> None:
-    """`begins_anew`: called before a group is formed, to drop what its trainer has left half sent."""
+def mount_groups(routes: SharedRoutes, groups: Groups, form: FormGroup) -> None:
+    """`form`: `Updates.form_group`."""
 
     @routes.post(
         "/init_weights_update_group", GroupFields, "Form a torch group of the trainer and every rank.", once=True
     )
     async def init(request: ParsedRequest[GroupFields]) -> Any:
-        await groups.check(request.fields)
-        await begins_anew()
-        reply = await groups.form(request.fields, request.request_id)
+        reply = await form(request.fields, request.request_id)
         return {"success": True, "message": joined(reply, "Succeeded to initialize custom process group.")}
 
     @routes.post("/destroy_weights_update_group", GroupName, "Leave the group.", once=True)

@@ -5,8 +5,7 @@ report that the update is lost."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter
 
@@ -100,4 +99,4 @@ class Opened:
         return decoded(found, _ENTRY.validate_json) or _SessionEntry()
 
     async def _write(self, entry: _SessionEntry) -> None:
-        await self._bus.put(self._state, OPENED, json.dumps(asdict(entry)).encode())
+        await self._bus.put(self._state, OPENED, _ENTRY.dump_json(entry))

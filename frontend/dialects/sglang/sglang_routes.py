@@ -8,7 +8,7 @@ from __future__ import annotations
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.sglang.adapters import mount_adapters
 from frontend.dialects.sglang.areal_vllm import mount_areal_vllm
-from frontend.dialects.sglang.body_tensors import HeldTensors, Store
+from frontend.dialects.sglang.body_tensors import HeldTensors
 from frontend.dialects.sglang.control import mount_control
 from frontend.dialects.sglang.groups import Groups, mount_groups
 from frontend.dialects.sglang.info import mount_info
@@ -22,14 +22,13 @@ from frontend.server.shared_routes import SharedRoutes
 
 def mount(routes: SharedRoutes, context: DialectContext) -> None:
     groups = Groups(context)
-    store = Store(context)
-    updates = Updates(context, groups, HeldTensors(context, store))
+    updates = Updates(context, groups, HeldTensors(context))
     mount_info(routes, context)
     mount_control(routes, context, updates)
     mount_checker(routes, context)
-    mount_groups(routes, groups, updates.drop)
+    mount_groups(routes, groups, updates.form_group)
     mount_updates(routes, context, updates)
-    mount_tensors(routes, context, updates, store)
+    mount_tensors(routes, context, updates)
     mount_adapters(routes, context)
-    mount_areal_vllm(routes, context, groups, updates)
+    mount_areal_vllm(routes, context, updates)
     mount_skyrl_remote(routes, groups, updates)

@@ -23,9 +23,16 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from frontend.dialects.common.context import DialectContext
-from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, begun, check_label, last_begun, served_version
+from frontend.dialects.common.fleet_as_one import (
+    NOT_POSSIBLE,
+    begun,
+    check_label,
+    joined,
+    last_begun,
+    served_version,
+)
 from frontend.dialects.sglang.body_tensors import HeldTensors
-from frontend.dialects.sglang.groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Groups
+from frontend.dialects.sglang.groups import DEFAULT_GROUP, GroupFields, Groups, GroupText
 from frontend.dialects.sglang.open_sessions import Opened
 from frontend.server.shared_routes import Fields
 from rl_plane.bus.lock import POLL_S, read_holder
@@ -34,7 +41,7 @@ from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, Pl
 from rl_plane.fleet.fleet import FORM_WAIT_S
 from rl_plane.protocol.record import KvPolicy, UpdateSession
 from rl_plane.protocol.update_requests import MAX_PART_TENSORS
-from rl_plane.protocol.validation import PRINTABLE, Label
+from rl_plane.protocol.validation import Label
 
 OWNER = "sglang"
 """The owner of the fleet's session."""
@@ -63,22 +70,21 @@ class SglangUpdateFields(Fields):
         return {**mode, "kv": kv_policy(self.flush_cache)}
 
 
-class DistributedFields(SglangUpdateFields):
-    """`/update_weights_from_distributed`"""
+class BucketFields(Fields):
+    """Tensors that come together"""
 
     names: list[str] = Field(max_length=MAX_PART_TENSORS)
     dtypes: list[str]
     shapes: list[list[int]]
-    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+
+
+class DistributedFields(SglangUpdateFields, BucketFields):
+    """`/update_weights_from_distributed`"""
+
+    group_name: GroupText = DEFAULT_GROUP
     load_format: str | None = None
     """`flattened_bucket`: one broadcast for all tensors. Default: one for each."""
     selector: Literal["target", "draft", "all"] = "all"
-
-
-class BucketFields(Fields):
-    names: list[str] = Field(max_length=MAX_PART_TENSORS)
-    dtypes: list[str]
-    shapes: list[list[int]]
 
 
 class PrepareFields(Fields):
@@ -86,7 +92,16 @@ class PrepareFields(Fields):
 
     num_buckets: int = Field(ge=1)
     buckets: list[BucketFields]
-    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+    group_name: GroupText = DEFAULT_GROUP
+
+
+def part_reply(reply: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's reply to a call that has brought tensors. `reply`: that of the part, or of the commit."""
+    if "version" in reply:
+        message = joined(reply, "Succeeded to update parameter online.")
+        return {"success": True, "message": message, "weight_version": reply["version"]["label"]}
+    message = joined(reply, f"{reply['tensors']} tensors are staged, {reply['missing']} are missing")
+    return {"success": True, "message": message}
 
 
 class _Receiving(NamedTuple):
@@ -161,7 +176,7 @@ class Updates:
             **part,
             "update_id": update_id,
             "timeout_s": self._context.part_timeout_s,
-            **({} if fields.weight_version is None else {"version": fields.weight_version}),
+            "version": fields.weight_version,
             **fields.policy,
         }
         self._open_until = 0.0  # until the part has come
@@ -193,7 +208,7 @@ class Updates:
             "transport": {**by, "in_parts": True},
             "policy": fields.policy,
             "owner": OWNER,
-            **({} if fields.weight_version is None else {"version": fields.weight_version}),
+            "version": fields.weight_version,
         }
         with begun():
             reply = await self._context.calls.run("prepare_weights_update", body)
@@ -276,8 +291,7 @@ class Updates:
     async def commit(self, update_id: str, label: str | None = None, kv: KvPolicy | None = None) -> dict[str, Any]:
         """Commits an update. A repeated call gets the same answer. None keeps the label and the `kv` that it has."""
         self._open_until = 0.0
-        said = {"version": label, "kv": kv}
-        body = {"update_id": update_id, **{name: value for name, value in said.items() if value is not None}}
+        body = {"update_id": update_id, "version": label, "kv": kv}
         with begun(NOT_POSSIBLE):
             reply = await self._context.calls.run("complete_weights_update", body)
         await self.note_commit()
@@ -294,6 +308,12 @@ class Updates:
         await self.opened.begin()
         self._open_until = time.monotonic() + SESSION_IDLE_S
 
+    async def form_group(self, fields: GroupFields, request_id: str) -> dict[str, Any]:
+        """Forms a group with every rank, and drops what its trainer has left half sent."""
+        await self._groups.check(fields)
+        await self.drop()
+        return await self._groups.form(fields, request_id)
+
     async def drop(self) -> None:
         """Drops what a trainer before has left half sent, because a trainer that forms a group begins anew.
 
@@ -304,15 +324,11 @@ class Updates:
         give_up = time.monotonic() + FORM_WAIT_S
         while (session := await self.session()) is not None:
             try:
-                await self._context.calls.run("abort_weights_update", {"update_id": session.update_id})
+                await self._context.abort(session.update_id)
                 return
             except Locked:
                 if time.monotonic() > give_up:
                     raise
-            except BusUnreachable:
-                raise
-            except PlaneError:
-                return  # the update has ended already
 
     async def name(self, label: str) -> None:
         """Labels the update that is sent now. Without one, commits the served weights again under the new label."""

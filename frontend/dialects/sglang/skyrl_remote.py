@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from frontend.dialects.sglang.groups import MAX_GROUP_CHARS, GroupFields, Groups
+from frontend.dialects.sglang.groups import GroupFields, Groups, GroupText
 from frontend.dialects.sglang.sglang_session import DistributedFields, Updates
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import DialectRequest, Fields, ParsedRequest, SharedRoutes, report_given
@@ -31,7 +31,7 @@ class SkyrlGroupFields(Fields):
     master_port: int = Field(ge=1, le=65_535)
     rank_offset: int = Field(ge=1)
     world_size: int = Field(ge=2)
-    group_name: str = Field("skyrl", min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+    group_name: GroupText = "skyrl"
     backend: Literal["nccl", "gloo"] = "nccl"
     override_existing: bool = False
     """No effect: a group of the same name is always replaced."""
@@ -76,9 +76,7 @@ def mount_skyrl_remote(routes: SharedRoutes, groups: Groups, updates: Updates) -
             master_address=address,
             **fields.model_dump(include={"master_port", "rank_offset", "world_size", "group_name", "backend"}),
         )
-        await groups.check(group)
-        await updates.drop()
-        await groups.form(group, request.request_id)
+        await updates.form_group(group, request.request_id)
         groups.unnamed = group.group_name
         return DONE
 

@@ -18,12 +18,19 @@ from typing import Any, Literal
 from pydantic import Field
 
 from frontend.dialects.common.context import DialectContext
-from frontend.dialects.common.fleet_as_one import begun, joined, members
+from frontend.dialects.common.fleet_as_one import begun, members
 from frontend.dialects.common.pause_and_adapters import held_adapters
 from frontend.dialects.sglang.adapters import BY_NAME, loaded_reply
-from frontend.dialects.sglang.body_tensors import FIELD, Store, Tensors, decoded, is_pickled, read_tensors
+from frontend.dialects.sglang.body_tensors import (
+    FIELD,
+    Tensors,
+    decoded,
+    is_pickled,
+    read_tensors,
+    store_tensors,
+)
 from frontend.dialects.sglang.serialized_tensors import FORMATS, SharedTensors, described, read_shared
-from frontend.dialects.sglang.sglang_session import SglangUpdateFields, Updates
+from frontend.dialects.sglang.sglang_session import SglangUpdateFields, Updates, part_reply
 from frontend.dialects.sglang.shared_adapters import check_sums, copied
 from frontend.dialects.sglang.shared_counts import give_back
 from frontend.dialects.sglang.update_routes import refuse_draft, report_unused
@@ -65,7 +72,7 @@ class AdapterFields(Fields):
     """The SHA-256 of each tensor's bytes, in hex."""
 
 
-def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Updates, store: Store) -> None:
+def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Updates) -> None:
     held = updates.held
 
     async def standing() -> tuple[int, str | None, bool]:
@@ -117,8 +124,7 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
             except Locked:  # the update has not begun, and the client sends this call again
                 held.take_back(tensors)
                 raise
-        message = joined(reply, "Succeeded to update parameter online.")
-        return {"success": True, "message": message, "weight_version": reply["version"]["label"]}
+        return part_reply(reply)
 
     async def shared(request: ParsedRequest[TensorFields]) -> Any:
         fields = request.fields
@@ -137,11 +143,7 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
         finally:
             if give_back_uses:
                 await asyncio.to_thread(give_back, found.shared)
-        if "version" in reply:
-            message = joined(reply, "Succeeded to update parameter online.")
-            return {"success": True, "message": message, "weight_version": reply["version"]["label"]}
-        message = joined(reply, f"{reply['tensors']} tensors are staged, {reply['missing']} are missing")
-        return {"success": True, "message": message}
+        return part_reply(reply)
 
     @routes.post(
         "/load_lora_adapter_from_tensors",
@@ -165,7 +167,7 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
         tensors = await asyncio.to_thread(_read_adapter, fields)
         op = "swap" if fields.lora_name in await held_adapters(context) else "load"
         with begun():
-            transport = await store.put(tensors, f"lora-{fields.lora_name}"[:100], fields.config_dict)
+            transport = await store_tensors(context, tensors, f"lora-{fields.lora_name}"[:100], fields.config_dict)
             target = {"kind": "lora", "op": op, "name": fields.lora_name}
             body = {"target": target, "transport": transport}
             await context.calls.run("update_weights", body, request.request_id)

@@ -15,9 +15,17 @@ from frontend.dialects.sglang.sglang_session import (
     SglangUpdateFields,
     Updates,
     kv_policy,
+    part_reply,
 )
 from frontend.server.bodies import MAX_NAMES_BYTES
-from frontend.server.shared_routes import DialectRequest, Fields, ParsedRequest, SharedRoutes, report_given
+from frontend.server.shared_routes import (
+    DialectRequest,
+    Fields,
+    NoFields,
+    ParsedRequest,
+    SharedRoutes,
+    report_given,
+)
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
 from rl_plane.protocol.update_requests import MAX_STEP
 from rl_plane.protocol.validation import Label
@@ -59,13 +67,6 @@ class SglangVersionFields(Fields):
     abort_all_requests: bool = True
 
 
-class ByNameFields(Fields):
-    """`/get_weights_by_name`"""
-
-    name: str = ""
-    truncate_size: int = 100
-
-
 class CompleteFields(Fields):
     """`/complete_weights_update`, of SGLang-Omni"""
 
@@ -95,12 +96,7 @@ def mount_updates(routes: SharedRoutes, context: DialectContext, updates: Update
                 fix="leave it out, or flattened_bucket",
             )
         report_unused(request, fields)
-        reply = await updates.take_broadcasts(fields, request.digest)
-        if "version" in reply:
-            message = joined(reply, "Succeeded to update parameter online.")
-            return {"success": True, "message": message, "weight_version": reply["version"]["label"]}
-        message = joined(reply, f"{reply['tensors']} tensors are staged, {reply['missing']} are missing")
-        return {"success": True, "message": message}
+        return part_reply(await updates.take_broadcasts(fields, request.digest))
 
     @routes.post("/update_weights_from_disk", DiskFields, "New weights from a directory.", once=True)
     async def from_disk(request: ParsedRequest[DiskFields]) -> Any:
@@ -174,8 +170,8 @@ def _mount_two_phases(routes: SharedRoutes, updates: Updates) -> None:
 
 
 def _mount_refused(routes: SharedRoutes) -> None:
-    @routes.any("/get_weights_by_name", ByNameFields, "Refused: engines hold weights fused and sharded.")
-    async def by_name(request: ParsedRequest[ByNameFields]) -> Any:
+    @routes.any("/get_weights_by_name", NoFields, "Refused: engines hold weights fused and sharded.")
+    async def by_name(request: ParsedRequest[NoFields]) -> Any:
         raise Unsupported(
             "engines hold weights fused and sharded, each in its own way, so the fleet has no one value of a tensor",
             field="name",
@@ -214,8 +210,8 @@ async def _from_disk(context: DialectContext, request: ParsedRequest[DiskFields]
     body = {
         "transport": {"backend": "filesystem", "path": fields.model_path},
         "policy": {**fields.policy, "keep_pause": fields.keep_pause},
-        **({} if label is None else {"version": label}),
-        **({"step": fields.token_step} if fields.token_step else {}),
+        "version": label,
+        "step": fields.token_step or None,
     }
     try:
         with begun():

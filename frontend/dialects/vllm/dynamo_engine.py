@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from frontend.dialects.common.context import DialectContext
-from frontend.dialects.common.fleet_as_one import resume_fleet
-from frontend.dialects.common.pause_and_adapters import PauseFields
+from frontend.dialects.common.fleet_as_one import refuse_kernel_format, resume_fleet
+from frontend.dialects.common.pause_and_adapters import PauseFields, pause_fleet
 from frontend.dialects.common.transaction import Transactions
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes, report
@@ -45,9 +45,7 @@ class EngineUpdateFields(Fields):
 def mount_dynamo_engine(routes: SharedRoutes, context: DialectContext, transactions: Transactions) -> None:
     @routes.post(PREFIX + "/pause_generation", PauseFields, "Stop generation.")
     async def pause(request: ParsedRequest[PauseFields]) -> Any:
-        mode = request.fields.mode
-        body = {"mode": mode, "clear_cache": request.fields.clear_cache and mode != "keep"}
-        await context.calls.run("pause", body, request.request_id)
+        await pause_fleet(context, request)
         return DONE
 
     @routes.post(PREFIX + "/resume_generation", NoFields, "Resume generation.")
@@ -76,11 +74,7 @@ def mount_dynamo_engine(routes: SharedRoutes, context: DialectContext, transacti
     async def update(request: ParsedRequest[EngineUpdateFields]) -> Any:
         fields = request.fields
         if not fields.is_checkpoint_format:
-            raise InvalidRequest(
-                "weights in an engine's kernel format are not supported here",
-                field="is_checkpoint_format",
-                fix="send the checkpoint's format",
-            )
+            refuse_kernel_format("is_checkpoint_format")
         if not fields.reset_prefix_cache:
             report(request.path, "reset_prefix_cache", "no new request may reuse KV of older weights")
         if fields.engine_rpc == "start_weight_update":

@@ -5,34 +5,21 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-from pydantic import Field
-
 from frontend.dialects.common.context import DialectContext
-from frontend.dialects.common.pause_and_adapters import load_adapter
-from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes
-from rl_plane.protocol.validation import Label
-
-
-class SkyrlAdapterFields(Fields):
-    """`/skyrl/v1/load_lora_adapter`"""
-
-    lora_name: Label
-    lora_path: str = Field(min_length=1)
+from frontend.dialects.common.pause_and_adapters import AdapterPlaceFields, load_adapter
+from frontend.server.shared_routes import ParsedRequest, SharedRoutes
 
 
 def mount_skyrl_adapters(routes: SharedRoutes, context: DialectContext) -> None:
     @routes.post(
         "/skyrl/v1/load_lora_adapter",
-        SkyrlAdapterFields,
+        AdapterPlaceFields,
         "Load or replace an adapter on the whole fleet.",
         once=True,
     )
-    async def load(request: ParsedRequest[SkyrlAdapterFields]) -> Any:
+    async def load(request: ParsedRequest[AdapterPlaceFields]) -> Any:
         fields = request.fields
         await load_adapter(context, fields.lora_name, fields.lora_path, request.request_id)
-        return {"status": "ok", "lora_name": fields.lora_name, "lora_int_id": adapter_number(fields.lora_name)}
-
-
-def adapter_number(name: str) -> int:
-    """A positive number for an adapter. It stays the same when the adapter is replaced, as in SkyRL's server."""
-    return zlib.crc32(name.encode()) or 1
+        # A positive number, which stays the same when the adapter is replaced, as in SkyRL's server.
+        number = zlib.crc32(fields.lora_name.encode()) or 1
+        return {"status": "ok", "lora_name": fields.lora_name, "lora_int_id": number}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rl_plane.cli.output import one_line
 
 Level = Literal["ok", "warning", "error"]
-SHOWN_IDS = 3
-"""The processes that one line names. It counts the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +36,6 @@ def warning(check: str, words: str, fix: str) -> CheckLine:
 
 def error(check: str, words: str, fix: str) -> CheckLine:
     return CheckLine("error", check, words, fix)
-
-
-def ids(names: Sequence[str]) -> str:
-    """The first names, then a count."""
-    more = f" and {len(names) - SHOWN_IDS} more" if len(names) > SHOWN_IDS else ""
-    return ", ".join(names[:SHOWN_IDS]) + more
 
 
 def size(nbytes: int) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
-from rl_plane.cli.doctor.check_line import CheckLine, error, ids, ok, size, warning
+from rl_plane.cli.doctor.check_line import CheckLine, error, ok, size, warning
 from rl_plane.cli.doctor.doctor_facts import DoctorFacts, NatsFacts, Row
 from rl_plane.cli.doctor.root_checks import root_checks
+from rl_plane.cli.output import ids
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 
 OLDEST_NATS = (2, 11)

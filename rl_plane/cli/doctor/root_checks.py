@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from rl_plane.cli.doctor.check_line import CheckLine, error, ids, ok, size, warning
+from rl_plane.cli.doctor.check_line import CheckLine, error, ok, size, warning
 from rl_plane.cli.doctor.doctor_facts import DoctorFacts, Row
+from rl_plane.cli.output import ids
 
 VERSIONS = 2
 """A root should have room for so many further versions: the trainer writes one while the workers read another."""

@@ -10,7 +10,7 @@ from rl_plane.cli.explain.finding import Finding
 from rl_plane.cli.explain.findings import findings
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
 from rl_plane.cli.explain.update_findings import of_ended_update
-from rl_plane.cli.explain.wording import seconds
+from rl_plane.cli.explain.wording import in_brackets, seconds
 from rl_plane.cli.explain.worker_findings import of_departed, of_request, of_starting, of_worker
 from rl_plane.cli.output import one_line
 from rl_plane.errors import InvalidRequest, NotFound
@@ -39,10 +39,6 @@ class Explanation:
     """Its past, oldest first."""
     missing: Sequence[str]
     """The parts that could not be read, and why."""
-
-    @property
-    def well(self) -> bool:
-        return not self.findings
 
     def lines(self) -> list[str]:
         """The text for a person: the cause and the fix first."""
@@ -141,8 +137,7 @@ def explain_fleet(facts: KnownFacts) -> Explanation:
 def explain_worker(facts: KnownFacts, instance_id: str) -> Explanation:
     past = timeline.of_worker(facts, instance_id)
     row = next((one for one in facts.rows if one["instance_id"] == instance_id), None)
-    place = facts.place(instance_id)
-    where = f" (pid {place[1]} on {place[0]})" if place else ""
+    where = in_brackets(facts.place(instance_id))
     if row is None:
         gone = next((one for one in facts.left if one["instance_id"] == instance_id), None)
         found = [of_departed(facts, gone)] if gone is not None and not gone["back"] else []

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import platform
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoResult
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
 from rl_plane.cli.explain.wording import GONE, STOPPED, process_of
-from rl_plane.cli.keys import credentials
 from rl_plane.cli.settings import Command, only_component
-from rl_plane.cli.steer import over_nats
+from rl_plane.cli.steer import connected, on_a_thread, over_nats
 from rl_plane.errors import DeadlineExceeded, PermissionDenied, PlaneError, Unauthorized, Unavailable
 from rl_plane.fleet.http_client import call_facade, call_json, read_events
+from rl_plane.protocol.subjects import DEFAULT_COMPONENT
 from rl_plane.rollouts.replay import read_records
 
 READ_S = 8.0
@@ -78,6 +76,15 @@ def one_component(given: Command) -> dict[str, Any]:
     return {"component": [name]} if name is not None else {}
 
 
+def _ops(op: Callable[..., Part], past: bool) -> dict[str, Part]:
+    """The parts that are ops of the fleet."""
+    return {
+        "state": op("state", min_workers=0),
+        "workers": op("workers", min_workers=0),
+        "updates": op("updates", limit=MAX_UPDATES if past else 1),  # they also show whether the store answers
+    }
+
+
 def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past: bool) -> dict[str, Any]:
     values = given.values
     url, key = values["url"], values["admin_key"]
@@ -86,11 +93,7 @@ def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past
     def op(name: str, **body: Any) -> Part:
         return lambda: call_facade(url, key, name, {**component, **body}, timeout_s)
 
-    parts: dict[str, Part] = {
-        "state": op("state", min_workers=0),
-        "workers": op("workers", min_workers=0),
-        "updates": op("updates", limit=MAX_UPDATES if past else 1),  # they also show whether the store answers
-    }
+    parts = _ops(op, past)
     name = only_component(values)
     if past:
         parts["events"] = lambda: [
@@ -125,26 +128,14 @@ def _raise_unreachable(error: PlaneError, url: str) -> NoReturn:
 
 
 def _over_nats(given: Command, component: dict[str, Any], timeout_s: float, past: bool) -> dict[str, Any]:
-    from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NATS_URL
-    from rl_plane.sync import SyncRlClient
-
-    values = given.values
     name = component.get("component", [DEFAULT_COMPONENT])[0]
-    url = values["nats_url"] or DEFAULT_NATS_URL
-    with SyncRlClient.connect(
-        url, values["namespace"], name, name="rl-plane", credentials=credentials(values)
-    ) as fleet:
+    with connected(given, component) as fleet:
 
         def op(op_name: str, **body: Any) -> Part:
             return lambda: fleet.run(op_name, body, timeout_s=timeout_s)
 
-        parts = {
-            "state": op("state", min_workers=0),
-            "workers": op("workers", min_workers=0),
-            "updates": op("updates", limit=MAX_UPDATES if past else 1),
-        }
-        found, errors = _side_by_side(parts, timeout_s)
-    facts = _facts(found, errors, f"the fleet {values['namespace']}.{name} on NATS")
+        found, errors = _side_by_side(_ops(op, past), timeout_s)
+    facts = _facts(found, errors, f"the fleet {given.values['namespace']}.{name} on NATS")
     if past:
         facts["missing"]["events, departures and running requests"] = {
             "message": "only a frontend has them: --url"
@@ -153,18 +144,8 @@ def _over_nats(given: Command, component: dict[str, Any], timeout_s: float, past
 
 
 def _side_by_side(parts: Mapping[str, Part], timeout_s: float) -> tuple[dict[str, Any], dict[str, PlaneError]]:
-    """Returns the results by name, and the errors of the parts that failed or took too long. The threads are daemons,
-    so that a part which never ends does not keep the command from ending."""
-    answers: dict[str, Future[Any]] = {name: Future() for name in parts}
-
-    def work(name: str) -> None:
-        try:
-            answers[name].set_result(parts[name]())
-        except BaseException as error:
-            answers[name].set_exception(error)
-
-    for name in parts:
-        threading.Thread(target=work, args=(name,), name=f"read {name}", daemon=True).start()
+    """Returns the results by name, and the errors of the parts that failed or took too long."""
+    answers = {name: on_a_thread(f"read {name}", part) for name, part in parts.items()}
     found: dict[str, Any] = {}
     errors: dict[str, PlaneError] = {}
     give_up = time.monotonic() + timeout_s

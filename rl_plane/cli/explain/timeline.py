@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
-from rl_plane.cli.explain.wording import clock
 from rl_plane.cli.follow_events import event_words
-from rl_plane.cli.output import one_line
+from rl_plane.cli.output import clock, one_line
 
 MAX_LINES = 40
 """The newest lines that are shown: what fits on a screen."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from datetime import datetime
+
+from rl_plane.cli.output import clock, ids
 
 _CALLER = re.compile(r"(?P<name>[^@\s]+)@(?P<host>[^:\s]+):(?P<pid>\d+)")
 
@@ -14,11 +15,6 @@ def seconds(value: float) -> str:
     if value < 120:
         return f"{value:.0f} s"
     return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.0f} h"
-
-
-def clock(at: float) -> str:
-    """The time of day on this machine."""
-    return datetime.fromtimestamp(at).strftime("%H:%M:%S")
 
 
 def in_time(left_s: float, now: float) -> str:
@@ -32,6 +28,11 @@ def process_of(caller: str) -> tuple[str, int] | None:
     """Host and pid of a process that names itself `name@host:pid`. None: it gives no name."""
     match = _CALLER.match(caller)
     return (match["host"], int(match["pid"])) if match else None
+
+
+def in_brackets(place: tuple[str, int] | None) -> str:
+    """Pid and host of a process, after its name. Empty: they are not known."""
+    return f" (pid {place[1]} on {place[0]})" if place else ""
 
 
 STOPPED = "is stopped by a signal (SIGSTOP)"
@@ -51,10 +52,9 @@ def look_at(place: tuple[str, int] | None, what: str, said: str = "") -> str:
     return f"on {host} run `ps -o stat,args -p {pid}`: T is stopped (`kill -CONT {pid}` continues it), no line is dead"
 
 
-def workers_named(ids: Sequence[str]) -> str:
+def workers_named(names: Sequence[str]) -> str:
     """The first two workers, then a count."""
-    more = f" and {len(ids) - 2} more" if len(ids) > 2 else ""
-    return f"worker{'s' if len(ids) > 1 else ''} {', '.join(ids[:2])}{more}"
+    return f"worker{'s' if len(names) > 1 else ''} {ids(names, 2)}"
 
 
 def with_state(begin: str, said: str) -> str:

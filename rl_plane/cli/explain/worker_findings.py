@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_plane.cli.explain.finding import Finding
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
-from rl_plane.cli.explain.wording import STOPPED, look_at, seconds, with_state
+from rl_plane.cli.explain.wording import STOPPED, in_brackets, look_at, seconds, with_state
 from rl_plane.cli.show import left_words
 
 SILENT_S = 6.0
@@ -16,7 +16,7 @@ SLOW_TOKEN_S = 10.0
 def of_worker(facts: KnownFacts, row: Row) -> list[Finding]:
     """The findings of one worker that is in the fleet."""
     instance_id, place = row["instance_id"], facts.place(row["instance_id"])
-    where = f" (pid {place[1]} on {place[0]})" if place else ""
+    where = in_brackets(place)
     if row.get("status") == "error":
         error = row["error"]
         return [
@@ -105,11 +105,8 @@ def _behind_fix(text: str) -> str:
 def of_departed(facts: KnownFacts, one: Row) -> Finding:
     """The finding of a worker that has left and is not back."""
     place = facts.place(one["instance_id"])
-    where = f" (pid {place[1]} on {place[0]})" if place else ""
-    cause = (
-        f"left {seconds(one['ago_s'])} ago: {left_words(one)}{where}{with_state('; its', facts.process_at(place))}"
-    )
     said = facts.process_at(place)
+    cause = f"left {seconds(one['ago_s'])} ago: {left_words(one)}{in_brackets(place)}{with_state('; its', said)}"
     look, again = look_at(place, "the worker", said), "see its log and exit code (`up --restart` starts it again)"
     if one["reason"] == "silent" or said == STOPPED:
         fix = f"{look}. It joins again by itself when it answers"
@@ -121,7 +118,7 @@ def of_departed(facts: KnownFacts, one: Row) -> Finding:
 def of_starting(facts: KnownFacts, one: Row) -> Finding:
     """The finding of a worker that loads its engine."""
     place = (str(one["host"]), int(one["pid"]))
-    cause = f"starts since {seconds(one['elapsed_s'])}: {one['phase']} (pid {place[1]} on {place[0]})"
+    cause = f"starts since {seconds(one['elapsed_s'])}: {one['phase']}{in_brackets(place)}"
     said = facts.process_at(place)
     fix = f"{look_at(place, 'the worker', said)}, or see its log" if said else "wait, or see its log"
     waits_for = f"its engine ({one['engine']}), in this phase since {seconds(one['in_phase_s'])}"

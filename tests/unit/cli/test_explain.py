@@ -37,7 +37,7 @@ def test_a_fleet_that_is_well_has_no_finding() -> None:
     facts = known(worker_row(ONE), worker_row(TWO), updates=[ended_update()])
     assert findings(facts) == []
     found = explain(facts, None)
-    assert found.well
+    assert not found.findings
     assert found.lines() == ["ready, running, 2 of 2 workers serve version 3 (step_3); nothing is wrong"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rl_plane.cli import main
-from rl_plane.cli.start_display import StartProgress, phases_of
+from rl_plane.cli.start_display import StartProgress
 from rl_plane.cli.top_facts import (
     Rates,
     TopFacts,
@@ -235,9 +235,8 @@ def test_up_says_what_each_process_does() -> None:
     console = Console(file=io.StringIO(), width=120, highlight=False)
     progress = StartProgress(3)
     console.print(progress.drawing([]))
-    progress.learn({ID_B: "importing the engine"})
-    starting = {"instance_id": ID_A, "phase": "loading the model", "elapsed_s": 95.2}
-    progress.learn(phases_of({"starting": [starting]}))
+    progress.learn({"starting": [{"instance_id": ID_B, "phase": "importing the engine", "elapsed_s": 1.0}]})
+    progress.learn({"starting": [{"instance_id": ID_A, "phase": "loading the model", "elapsed_s": 95.2}]})
     processes = [("worker-1", ID_A, False), ("worker-2", ID_B, False), ("frontend", "", True)]
     console.print(progress.drawing(processes))
     assert isinstance(console.file, io.StringIO)

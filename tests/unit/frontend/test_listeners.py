@@ -40,17 +40,14 @@ def test_a_taken_port_is_named(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "port", "key", "field"),
+    ("host", "key", "field"),
     [
-        ("127.0.0.1", 70_000, None, "rl_port"),
-        ("127.0.0.1", -1, None, "rl_port"),
-        ("no such host.", 0, None, "host"),
-        ("203.0.113.1", 0, "k", "rl_port"),
-        ("127.0.0.1", 0, " k", "admin_key"),
+        ("no such host.", None, "host"),
+        ("203.0.113.1", "k", "rl_port"),
     ],
 )
-def test_what_can_not_be_bound_is_named(host: str, port: int, key: str | None, field: str) -> None:
+def test_what_can_not_be_bound_is_named(host: str, key: str | None, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        bind("rl_port", host, port, key, False)
+        bind("rl_port", host, 0, key, False)
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]
