@@ -39,7 +39,7 @@ from rl_plane.errors import (
 from rl_plane.protocol.record import DecisionRecord
 from rl_plane.protocol.relay import SourceUse
 from rl_plane.protocol.subjects import HISTORY_PREFIX, KeyValueBucket
-from rl_plane.protocol.update_requests import PUSHED
+from rl_plane.protocol.transport_traits import traits_of
 
 log = logging.getLogger("rl_plane.commit.journal")
 
@@ -358,7 +358,7 @@ def _without_manifest(transport: Mapping[str, Any] | None) -> dict[str, Any] | N
 
 def pushed_buckets(transport: Mapping[str, Any] | None) -> int | None:
     """The number of buckets that the workers listen for. None: nothing is pushed, or the field is missing or wrong."""
-    if transport is None or transport.get("backend") not in PUSHED:
+    if transport is None or not traits_of(transport["backend"]).pushed:
         return None
     if isinstance(shares := transport.get("shares"), list):  # of the ranks of a trainer
         counts = [

@@ -443,7 +443,7 @@ class Fleet:
     async def _init_transport(self, call: FleetCall[update_requests.InitTransport]) -> dict[str, Any]:
         """Sets up a transport. Every rank of the fleet joins a group, at its own place in it. Every worker says first
         that it can join: one that refused later would let the others and the trainer wait for it."""
-        if call.body.backend not in update_requests.PUSHED:
+        if not call.body.traits.pushed:
             return await self._change(call)
         await whole_fleet(call)
         given = call.fields
