@@ -96,7 +96,7 @@ class DeltaAttempt(Attempt):
         if free >= (LEFT if self._copy.specs else ROOM) * nbytes:
             return self._has_room(taken)
         log.info(
-            "%s is sent in full: %.0f bytes are free beside a copy of %d", self._publication.version, free, nbytes
+            "%s is sent in full: %d bytes are free beside a copy of %d", self._publication.version, free, nbytes
         )
         return False
 
