@@ -76,7 +76,7 @@ transports from which a worker can heal, then the fastest."""
 
 @cache
 def known_transports() -> Mapping[str, TransportTraits]:
-    """Returns the traits by backend: `BUILT_IN`, then those that installed packages state by entry points."""
+    """Returns the traits by backend: `BUILT_IN`, then the traits that installed packages state by entry points."""
     found = dict(BUILT_IN)
     for name, point in sorted(plugins(TRANSPORT_TRAITS).items()):
         try:

@@ -30,7 +30,7 @@ Named = Iterator[tuple[str, HostTensor]]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The difference between the version that the copy held and the one that it holds now."""
+    """The difference between the version that the copy held before and the version that it holds now."""
 
     digest: str
     base: str | None = None
@@ -123,7 +123,7 @@ class HostCopy:
         return blob
 
     def is_tried(self) -> bool:
-        """True if this version should be compared. Called once for each version: it counts those that are skipped."""
+        """True if this version should be compared. Called once for each version: it counts the skipped versions."""
         if self.in_vain >= TRIES:
             self.in_vain += 1
         if self.in_vain > TRIES + AGAIN:
@@ -168,5 +168,11 @@ class HostCopy:
 
 def as_tensors(deltas: Mapping[str, bytes]) -> Taken:
     """Deltas as tensors of bytes, which is how they are sent."""
-    tensors = {name: HostTensor(TensorSpec("U8", (len(blob),)), memoryview(blob)) for name, blob in deltas.items()}
+    return as_taken(
+        {name: HostTensor(TensorSpec("U8", (len(blob),)), memoryview(blob)) for name, blob in deltas.items()}
+    )
+
+
+def as_taken(tensors: Mapping[str, HostTensor]) -> Taken:
+    """Tensors in host memory, for sending."""
     return Taken([(name, tensor.spec) for name, tensor in tensors.items()], iter(tensors.items()))

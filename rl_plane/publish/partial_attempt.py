@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +21,7 @@ from rl_plane.protocol.versions import (
     tensors_digest,
 )
 from rl_plane.publish.attempt import Attempt
-from rl_plane.publish.host_copy import as_tensors
+from rl_plane.publish.host_copy import as_taken, as_tensors
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource
@@ -60,7 +61,7 @@ class Baseline:
         self.specs: Mapping[str, TensorSpec] = {}
         self.digests: Mapping[str, str] = {}
         self.chain: list[Link] = []
-        """The full version, and each partial one that a late worker needs on top of it."""
+        """The full version, and each partial version that a late worker needs on top of it."""
 
     def set_full(self, digest: str, specs: Mapping[str, TensorSpec], digests: Mapping[str, str]) -> None:
         self.digest, self.specs, self.digests = digest, dict(specs), dict(digests)
@@ -102,8 +103,8 @@ class Baseline:
 class PartialAttempt(Attempt):
     """An Attempt that sends only what differs from the version before, once the workers keep that one.
 
-    It reads all tensors (with `trainable_only` all that are trained), hashes them, and copies those that differ to host
-    memory. The trainer may change the tensors as soon as that is done.
+    It reads all tensors (with `trainable_only` all that are trained), hashes them, and copies the tensors that differ
+    to host memory. The trainer may change the tensors as soon as that is done.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class PartialAttempt(Attempt):
             "base": chain[-1].digest,
             "digest": digest,
         }
-        taken = as_taken(changed)
+        taken = partial(as_taken, changed)
         if len(changed) == len(baseline.specs):
             reply = self._sent(
                 TakenSource(taken), {**self._fields, "digest": digest}, lends=self._lends, earlier=0
@@ -216,7 +217,7 @@ class PartialAttempt(Attempt):
             return reply
         if not changed:  # a version must have at least one tensor: the delta of one has 24 bytes
             fields |= {"encoding": "delta", "base": baseline.digest}
-            taken = _unchanged(baseline.specs)
+            taken = partial(_unchanged, baseline.specs)
         try:
             reply = self._sent(TakenSource(taken), fields, lends=self._lends, earlier=len(chain))[1]
         except PlaneError as error:
@@ -252,19 +253,13 @@ def _copied(data: memoryview) -> memoryview:
     return copy
 
 
-def as_taken(tensors: Mapping[str, HostTensor]) -> Callable[[], Taken]:
-    """Returns a function that takes these tensors."""
-    specs = [(name, tensor.spec) for name, tensor in tensors.items()]
-    return lambda: Taken(specs, iter(tensors.items()))
-
-
-def _unchanged(specs: Mapping[str, TensorSpec]) -> Callable[[], Taken]:
+def _unchanged(specs: Mapping[str, TensorSpec]) -> Taken:
     name, spec = min(specs.items(), key=lambda one: one[1].nbytes)
-    return lambda: as_tensors({name: delta_codec.nothing(spec.nbytes, DTYPE_BYTES[spec.dtype])})
+    return as_tensors({name: delta_codec.nothing(spec.nbytes, DTYPE_BYTES[spec.dtype])})
 
 
 def taken_of(source: WeightSource, trainable_only: bool) -> Taken:
-    """The tensors of a version: all, or those that are trained."""
+    """The tensors of a version: all, or only the trained ones."""
     if not trainable_only:
         return source.take()
     assert isinstance(source, TrainableSource), "the publisher has checked it"

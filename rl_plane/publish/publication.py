@@ -219,7 +219,7 @@ class RunningPublication(Publication):
 
     @property
     def under_way(self) -> bool:
-        """True if this publication, or one that it was refused for, has not ended."""
+        """True if this publication, or the publication for which it was refused, has not ended."""
         return not self.done or (self._refused_for is not None and self._refused_for.under_way)
 
     def settle(self, bound_s: float) -> bool:

@@ -28,7 +28,7 @@ from rl_plane.protocol.canary import OnCanaryFailure
 from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.protocol.subjects import DEFAULT_NAMESPACE
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm
-from rl_plane.publish.attempt import JOINS, Attempt, drain
+from rl_plane.publish.attempt import JOINS, Attempt
 from rl_plane.publish.delta_attempt import DeltaAttempt
 from rl_plane.publish.fleet_access import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import HostCopy
@@ -39,7 +39,7 @@ from rl_plane.publish.ranks.following import Follower
 from rl_plane.publish.ranks.lead import Lead
 from rl_plane.publish.ranks.meeting import MeetingPoint
 from rl_plane.publish.send_plan import SendPlan
-from rl_plane.publish.sources.base import Names
+from rl_plane.publish.sources.base import Names, drain
 from rl_plane.publish.sources.source_choice import as_source
 from rl_plane.publish.threads import at_callers_gpu, on_thread
 from rl_plane.publish.trainer_canary import CanarySource, PublishedCanary
@@ -239,7 +239,7 @@ class WeightPublisher:
         return self._copy.nbytes
 
     def make_sender(self, backend: str, context: SenderContext) -> Sender:
-        """Makes the sender of a transport. A subclass may return one that it has adapted."""
+        """Makes the sender of a transport. A subclass may return a sender that it has adapted."""
         return make_sender(backend, context)
 
     def publish(self, version: str | None = None, *, wait: bool = True) -> Publication:
@@ -387,7 +387,7 @@ class WeightPublisher:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._waits_for_this_loop():
             log.warning("a version is under way, so the publisher is closed later, on a thread: use `async with`")
-            on_thread(self.close)  # an error of `close` would hide the one that ends the block
+            on_thread(self.close)  # an error of `close` would hide the error that ends the block
         else:
             self.close()
 

@@ -163,7 +163,7 @@ class PartwiseDelivery(Delivery):
         Args:
             wanted: every tensor that the model needs, by its checkpoint name.
             tied: names that a checkpoint may also hold, each with the wanted tensor to which the model ties it.
-            check: compares the specs of a part with those that are wanted.
+            check: compares the wanted specs with the specs of a part.
         """
 
     @abstractmethod

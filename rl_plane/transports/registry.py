@@ -1,4 +1,4 @@
-"""Finds the senders that are installed, and orders those that `auto` may take."""
+"""Finds the senders that are installed, and orders the ones that `auto` may take."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ def candidates(
             )
         lacking = [str(worker["instance_id"]) for worker in workers if transport not in worker["transports"]]
         if lacking:
+            shared = ", ".join(_common(workers, senders)) or "none"
             raise Unsupported(
                 f"no {transport} transport on {', '.join(lacking)}",
                 field="transport",
-                fix=f"install it there, or use one that all have: {', '.join(_common(workers, senders)) or 'none'}",
+                fix=f"install it there, or use a transport that all have: {shared}",
             )
         return [transport]
     here = colocated(workers, host or platform.node())

@@ -4,7 +4,7 @@
   `model.safetensors.index.json`.
 * An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`.
 * A publisher may add `rl_plane_manifest.json` (see `write_manifest`). A receiver then also checks that the bytes are
-  those that were published.
+  the published ones.
 
 Opening a checkpoint opens all of its files, and checks everything except their bytes. The files stay open until
 `close`: if a rename replaces the checkpoint meanwhile, the old one is read; if a file is written to, it is refused.
@@ -78,7 +78,7 @@ class AdapterConfig:
 
 
 class Folder(Protocol):
-    """A place that holds the files of a checkpoint: a directory, or one that is reached by URLs."""
+    """A place that holds the files of a checkpoint: a directory, or a folder behind URLs."""
 
     field: str
     """The field of the request that has chosen the folder."""

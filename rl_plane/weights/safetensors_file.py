@@ -1,8 +1,8 @@
 """Reads one untrusted safetensors file without a framework, and writes one.
 
 Layout: 8 bytes little-endian header length, a JSON object `name → {dtype, shape, data_offsets}`, the data. Every
-claim of the header is checked against the file before a byte of data is read. A file is held by descriptor, so
-that replacing its path changes nothing, and it is refused when its bytes change while it is held.
+claim of the header is checked against the file before a byte of data is read. A file stays open by its
+descriptor, so a replaced path changes nothing. A file whose bytes change while it is open is refused.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     DirectorySource  a checkpoint or a PEFT directory; it needs no torch
 
 Gathering is collective: for each version every rank calls `take` and uses up the iterator, in the same order. By
-`tensors` rank 0 alone gets tensors that it may keep. By `owned` each rank gets those that it owns.
+`tensors` rank 0 alone gets tensors that it may keep. By `owned` each rank gets the tensors that it owns.
 """
 
 from __future__ import annotations
@@ -67,6 +67,12 @@ class Taken:
     """Names of tensors that lie in parts on all of the trainer's ranks, so that any rank can own them."""
     owned: OwnedTensors | None = None
     """Gathers the tensors that this rank owns. None: the source gathers on rank 0 only."""
+
+
+def drain(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Uses up the iterator, so that this rank takes part in every gathering."""
+    for _ in tensors:
+        pass
 
 
 class WeightSource(Protocol):

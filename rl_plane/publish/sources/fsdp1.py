@@ -65,7 +65,7 @@ def is_fsdp1(module: Any) -> bool:
 def named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     """Yields what a state dict has, with FSDP1's own parts in the names.
 
-    First the parameters of each unit (tied ones once), then those that FSDP1 was told to ignore, and persistent
+    First the parameters of each unit (tied ones once), then the parameters that FSDP1 ignores, and persistent
     buffers.
     """
     roots: list[tuple[str, Any]] = []

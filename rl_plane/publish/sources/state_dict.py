@@ -43,6 +43,6 @@ class StateDictSource:
         self.collective = any(map(is_gathered, state.values())) if collective is None else collective
 
     def take(self) -> Taken:
-        if callable(self._state):  # it may make new tensors each time, so none are held
+        if callable(self._state):  # it may make new tensors each time, so none can be read in place
             return take_state(self._state(), self._dtype, self._names)
         return take_held(self._state, self._dtype, self._names)

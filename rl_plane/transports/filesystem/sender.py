@@ -3,7 +3,8 @@
 The directory holds a checkpoint (`model.safetensors`) or a PEFT adapter (`adapter_model.safetensors`,
 `adapter_config.json`), and a manifest. If several ranks of the trainer own tensors, each writes a file of its own, and
 rank 0 the index. A rename makes the directory appear whole. These versions stay: the newest `keep` of this
-publisher, those that the fleet's record names (a worker that joins or heals reads them), and those of other publishers.
+publisher, the versions that the fleet's record names (a worker that joins or heals reads them), and all versions of
+other publishers.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ OwnGroupDelivery = GroupPartwiseDelivery | DescribedDelivery
 
 
 class GroupTransport(GroupedTransport):
-    """The transport of one worker. Holds one trainer's groups of the form `plane`, and those that a trainer has formed
-    itself."""
+    """The transport of one worker. Holds one trainer's groups of the form `plane`, and the groups that a trainer has
+    formed itself."""
 
     _devices: tuple[str, ...] = ()
     """The devices of nccl's buckets, for each rank of the engine."""
@@ -111,7 +111,9 @@ class GroupTransport(GroupedTransport):
         others = {name for name, group in dict(self._own).items() if not group.why_dropped} - {places[0].group}
         if places[0].form == "torch" and len(others) >= MAX_GROUPS:
             raise InvalidRequest(
-                f"there are {MAX_GROUPS} groups already", field="group", fix="destroy those that are not needed"
+                f"there are {MAX_GROUPS} groups already",
+                field="group",
+                fix="destroy the groups that are not needed",
             )
 
     def _formed_groups(self, places: Sequence[Place]) -> dict[str, Group]:

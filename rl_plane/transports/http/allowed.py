@@ -85,7 +85,8 @@ class Allowed:
 
 
 def split_url(text: str) -> SplitResult:
-    """Splits a URL. Raises ValueError, whose message continues "the URL …", for one that could mean two things."""
+    """Splits a URL. Raises ValueError, whose message continues "the URL …", for a URL that could mean two
+    things."""
     if len(text) > MAX_URL_CHARS:
         raise ValueError(f"has {len(text)} characters, more than {MAX_URL_CHARS}")
     if not text.isascii() or not text.isprintable() or " " in text or "\\" in text:

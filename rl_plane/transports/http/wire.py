@@ -43,7 +43,7 @@ _OWN_HEADERS = frozenset(
         "upgrade",
     ]
 )
-"""The headers that the transport itself sends, and those that change how a message is read."""
+"""The headers that the transport itself sends, and the headers that change how a message is read."""
 _SIGNED_TIME = "%Y%m%dT%H%M%SZ"
 
 

@@ -35,7 +35,6 @@ from rl_plane.transports.ipc.checkpoint_engine_wire import (
 from rl_plane.transports.ipc.cuda_buffers import Handle, opened, release
 from rl_plane.transports.ipc.torch_cuda import TorchCuda
 from rl_plane.weights.pickle_reader import UnreadablePickle
-from rl_plane.weights.read_ahead import host_memory
 
 T = TypeVar("T")
 
@@ -82,8 +81,8 @@ class CheckpointEngineDelivery(SelfDescribedDelivery):
         self._check_whole()
 
     def close(self) -> None:
-        """Ends the delivery. If it ends between two tensors, the servers hear of it now. The servers of one that never
-        began hear of it on a thread, because they may be slow."""
+        """Ends the delivery. If it ends between two tensors, the servers hear of it now. If it never
+        began, they hear of it on a thread, because they may be slow."""
         if self._began and self._running is not None:
             self._running.close()
         elif not self._began:
@@ -158,9 +157,7 @@ class CheckpointEngineDelivery(SelfDescribedDelivery):
     def _copied(self, buffers: list[Any], name: str, spec: TensorSpec, offset: int, start: int) -> HostTensor:
         import torch
 
-        into = None if self.places is None else self.places(name, spec)
-        if into is None or into.nbytes != spec.nbytes:
-            into = host_memory(spec.nbytes)
+        into = self._memory_for(name, spec)
         if spec.nbytes:
             at = start + offset
             torch.frombuffer(into, dtype=torch.uint8).copy_(buffers[0][at : at + spec.nbytes])

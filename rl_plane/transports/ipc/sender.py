@@ -125,8 +125,8 @@ class IpcSender(LendingSender):
         return pack(tensors, bucket_bytes) if self._layout == "packed" else pack_modules(tensors, bucket_bytes)
 
     def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
-        """Lends tensors in the layout `tensors`: those that torch shares in host memory, or those on the sending
-        GPU."""
+        """Lends tensors in the layout `tensors`: the tensors that torch shares in host memory, or the tensors on
+        the sending GPU."""
         if self._layout == "packed":
             return ()
         own = LentTensors(self._open_update().manifest, tensors, self._at, self._cuda)

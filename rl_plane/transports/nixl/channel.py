@@ -87,7 +87,7 @@ class Channel:
 
 
 class ChannelRead:
-    """One read. A first read by UCX that fails goes on over TCP."""
+    """One read. If the first read by UCX fails, it is repeated over TCP."""
 
     def __init__(self, channel: Channel, moves: Sequence[Piece], owner: Any) -> None:
         self._channel = channel

@@ -1,4 +1,4 @@
-"""Offers the weights that a worker has to other workers: those that it keeps, and those that it is receiving."""
+"""Offers the weights of a worker to other workers: the weights that it keeps, and the weights that it receives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PeerSource:
     def _agent(self) -> Any:
         """The agent, made when it is first needed. That takes seconds, if this process has not imported nixl yet."""
         if self._made is None:
-            self._made = make_agent(f"rl-plane-{secrets.token_hex(8)}", self._server.host)
+            self._made = make_agent(self._server.host)
         return self._made
 
     @property

@@ -91,7 +91,7 @@ class NixlSender(KeepingSender, LendingSender, SharingSender):
             port: the port at which receivers ask; 0 takes any free one.
             keep_copy: False keeps no committed version, so workers that come late heal from one another.
         """
-        self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}", host)
+        self._agent = make_agent(host)
         self._server = MetadataServer(host, port)
         self._keep_copy = keep_copy
         self._free: list[RegisteredMemory] = []
@@ -248,7 +248,7 @@ class NixlSender(KeepingSender, LendingSender, SharingSender):
             self._free.append(version.area)
 
     def _trim(self) -> None:
-        """Releases free memory, except where the next version of something that is kept would fit."""
+        """Releases free memory, except where the next version of a kept target would fit."""
         kept = [one.nbytes for one in self._kept_areas()]
         for memory in [one for one in self._free if one.nbytes not in kept]:
             self._free.remove(memory)

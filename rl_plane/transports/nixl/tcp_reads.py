@@ -154,7 +154,7 @@ class TcpReads:
                         return
                     self._connection = connection
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(None)  # who waits for a read closes the connection of one that hangs
+                connection.settimeout(None)  # the thread that waits for a read closes a connection that hangs
                 send_frame(connection, {"protocol": PROTOCOL, "secret": self._secret, "read": True})
                 while (read := self._asked.get()) is not None:
                     _take(connection, read)

@@ -1,7 +1,7 @@
 """The sending half of `object_store`: a version goes into a stream of NATS, from which workers fetch it at any time.
 
 After a broken connection, or a restart of the server, the sender continues where it was. Opening a version removes old
-versions of the same publisher (but not the newest few, nor those that the fleet's record names), and unfinished
+versions of the same publisher (but not the newest few, nor the versions that the fleet's record names), and unfinished
 versions that it left when it died. Receivers may read a version while it is written.
 """
 
@@ -93,7 +93,7 @@ class ObjectStoreSender(Sender):
             nats_url: the URL of the fleet's NATS.
             namespace: the fleet's namespace.
             component: the fleet's component. Only its workers read the versions.
-            keep: how many versions stay beside those that the fleet's record names and the one that is written.
+            keep: how many versions stay, beside the one under way and the versions that the fleet's record names.
             publisher: the publisher's name, the same after a restart.
             credentials: the files by which it connects to NATS.
             outage_s: how long the sender waits for a NATS that is away, in seconds.
