@@ -45,10 +45,10 @@ class DeltaAttempt(Attempt):
         *,
         copy: HostCopy,
         encoding: Encoding,
-        unless_digest: str | None = None,
-        lends: bool = False,
-        joins: int = 0,
-        make_lead: Callable[[], Lead] | None = None,
+        unless_digest: str | None,
+        lends: bool,
+        joins: int,
+        make_lead: Callable[[], Lead],
     ) -> None:
         """`unless_digest`: a version of this digest is not sent."""
         super().__init__(plan, source, publication, previous, lends=lends, joins=joins, make_lead=make_lead)

@@ -115,9 +115,9 @@ class PartialAttempt(Attempt):
         previous: RunningPublication | None,
         *,
         baseline: Baseline,
-        trainable_only: bool = False,
-        lends: bool = False,
-        joins: int = 0,
+        trainable_only: bool,
+        lends: bool,
+        joins: int,
     ) -> None:
         kept = {"policy": {**plan.options.policy, "keep_staged": True}}
         super().__init__(plan, source, publication, previous, kept, lends=lends, joins=joins)

@@ -15,21 +15,20 @@ from rl_plane.publish.ranks.gather_group import GatherGroup
 from rl_plane.publish.ranks.link import BEGIN, FollowingRankLink
 from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
 from rl_plane.publish.ranks.ownership import own_specs, owners_of
+from rl_plane.publish.send_plan import SenderFactory
 from rl_plane.publish.sources.base import Taken, drain
-from rl_plane.transports.base import KeepingSender, Sender, SenderContext, SharingSender
+from rl_plane.transports.base import KeepingSender, SenderContext, SharingSender
 from rl_plane.transports.packing import Tensor, fill
 from rl_plane.weights.manifest import Manifest
 
 log = logging.getLogger("rl_plane.publish")
-
-MakeSender = Callable[[str, SenderContext], Sender]
 
 
 class Follower:
     """A rank other than 0, from one version to the next."""
 
     def __init__(
-        self, meeting: MeetingPoint, options: PublishOptions, make_sender: MakeSender, copy: HostCopy
+        self, meeting: MeetingPoint, options: PublishOptions, make_sender: SenderFactory, copy: HostCopy
     ) -> None:
         """`copy`: takes the tensors that this rank owns, where deltas are sent."""
         self.copy = copy

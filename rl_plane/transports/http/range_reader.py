@@ -99,7 +99,7 @@ class RemoteFile:
 class RangeReader:
     """Reads the files of one source. Any thread may call any method."""
 
-    def __init__(self, source: Source, allowed: Allowed, stall_s: float = STALL_S) -> None:
+    def __init__(self, source: Source, allowed: Allowed, stall_s: float) -> None:
         self._source = source
         self.field = source.field
         self._allowed = allowed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rl_plane.protocol.versions import DigestAlgorithm, HostTensor, TensorSpec
 from rl_plane.transports.ipc.cuda_buffers import Handle, collect, copied_to, release, share
-from rl_plane.transports.ipc.torch_cuda import TORCH_CUDA, TorchCuda
+from rl_plane.transports.ipc.torch_cuda import TorchCuda
 from rl_plane.transports.ipc.wire import BUFFERS, close_all
 from rl_plane.transports.packing import Tensor, spec_of
 from rl_plane.weights.hashed_copy import read_hashed
@@ -62,8 +62,8 @@ class LentTensors:
         self,
         manifest: Manifest,
         tensors: Mapping[str, Tensor],
-        device: str | None = None,
-        cuda: TorchCuda = TORCH_CUDA,
+        device: str | None,
+        cuda: TorchCuda,
     ) -> None:
         """`device`: the GPU from which tensors are read; None for host memory."""
         fits = _is_shared if device is None else partial(cuda.is_on, device)
