@@ -75,7 +75,7 @@ def _main(backend: str, directory: str, url: str, namespace: str, meeting: str, 
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(ranks))
     model = _sharded(directory)
     if backend == "nixl":
-        make_agent("loads its libraries", "127.0.0.1")
+        make_agent("127.0.0.1")
     root = Path(directory).parent / "published"
     with WeightPublisher(
         model, url, namespace=namespace, transport=backend, encoding="full", root=root

@@ -112,7 +112,7 @@ def receiver(transport: dict[str, Any]) -> None:
     with socket.create_connection((transport["host"], transport["port"])) as connection:
         send_frame(connection, {"protocol": PROTOCOL, "secret": transport["secret"]})
         offer = read_frame(connection)
-    agent = make_agent("bare", "127.0.0.1")
+    agent = make_agent("127.0.0.1")
     peer = agent.add_remote_agent(offer["metadata"])
     places = [bucket for (bucket,) in offer["places"]]
     largest = max(nbytes for _, nbytes, _ in places)

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, InvalidWeights, Unavailable
+from rl_plane.protocol.transport_traits import TransportTraits
 from rl_plane.transports.base import Sender, SenderContext, WeightTransport, check_fields
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.weights.checkpoint import Kind
@@ -24,6 +25,7 @@ BACKEND = "plain_http"
 TIMEOUT_S = 20.0
 """The longest time in seconds without a byte on a connection. It bounds each wait, also of a cancelled update."""
 MAX_MANIFEST_BYTES = 256 << 20
+TRAITS = TransportTraits(source="the bytes of the trainer's HTTP server")
 
 
 class PlainHttpTransport(WeightTransport):

@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 ENGINES = "rl_plane.engines"
 TRANSPORTS = "rl_plane.transports"
 SENDERS = "rl_plane.senders"
+TRANSPORT_TRAITS = "rl_plane.transport_traits"
 
 
 @cache

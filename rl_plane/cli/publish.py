@@ -18,6 +18,7 @@ from rl_plane.cli.show import show
 from rl_plane.cli.steer import POLICY, REACH, UPDATE_MARGIN_S, over_nats, policy_of, waiting
 from rl_plane.protocol.canary import CANARY_NAME
 from rl_plane.protocol.subjects import DEFAULT_NATS_URL
+from rl_plane.protocol.transport_traits import traits_of
 from rl_plane.protocol.update_requests import UpdatePolicy
 
 SEND_S = 3600.0
@@ -56,7 +57,7 @@ def publish(given: Command) -> int:
     if adapter != (values["adapter"] is not None):
         fix = "name it: --adapter NAME" if adapter else "leave --adapter out"
         raise BadSetting(f"DIR holds {'an adapter' if adapter else 'no adapter'}", field="--adapter", fix=fix)
-    if values["root"] is None and values["transport"] == "filesystem":
+    if values["root"] is None and traits_of(values["transport"]).needs_root:
         raise BadSetting(
             "no root is named",
             field="--root",

@@ -33,7 +33,8 @@ from rl_plane.protocol.record import DecisionRecord, UpdateSession
 from rl_plane.protocol.relay import SourceUse, largest
 from rl_plane.protocol.stored import Stored
 from rl_plane.protocol.subjects import HISTORY_PREFIX, KeyValueBucket
-from rl_plane.protocol.update_requests import PUSHED, UpdateWeights, without_secret
+from rl_plane.protocol.transport_traits import traits_of
+from rl_plane.protocol.update_requests import UpdateWeights, without_secret
 from rl_plane.protocol.versions import WeightVersion
 
 KEEP = 256
@@ -230,7 +231,7 @@ def _without_manifest(transport: Mapping[str, Any] | None) -> dict[str, Any] | N
 
 def _pushed_buckets(transport: Mapping[str, Any] | None) -> int | None:
     """The number of buckets that the workers listen for. None: nothing is pushed, or the field is missing or wrong."""
-    if transport is None or transport.get("backend") not in PUSHED:
+    if transport is None or not traits_of(transport["backend"]).pushed:
         return None
     if isinstance(shares := transport.get("shares"), list):  # of the ranks of a trainer
         counts = [

@@ -445,7 +445,7 @@ class Fleet:
 
         First every worker says that it can join. If a worker refused later, the other workers and the trainer would
         wait for it."""
-        if call.body.backend not in update_requests.PUSHED:
+        if not call.body.traits.pushed:
             return await self._change(call)
         await whole_fleet(call)
         given = call.fields

@@ -14,6 +14,7 @@ from rl_plane.protocol.canary import Canary, OnCanaryFailure, PolicyCanary
 from rl_plane.protocol.record import DecisionRecord, Encoding, KvPolicy, PauseMode, VersionSource
 from rl_plane.protocol.relay import MAX_WORKERS, RelayPlan, SourceUse
 from rl_plane.protocol.shared_tensors import GpuCopies, GpuMemory, NamedMemory, TensorPlace
+from rl_plane.protocol.transport_traits import TransportTraits, traits_of
 from rl_plane.protocol.validation import (
     DIGEST,
     LABEL_CHARS,
@@ -34,16 +35,6 @@ from rl_plane.protocol.versions import (
     algorithm_of,
     checked_name,
 )
-
-PUSHED = frozenset({"gloo", "nccl"})
-"""Transports whose sender waits for its receivers. `prepare_weights_update` makes the workers listen, and
-`complete_weights_update` waits until they have received the weights."""
-
-IN_PARTS = PUSHED | {"ipc"}
-"""Transports whose trainer may announce an update part by part."""
-
-RELAYED = frozenset({"nixl"})
-"""Transports by which workers fetch an update from one another too."""
 
 PART_TIMEOUT_S = 300.0
 """The default time-out of one part: much longer than a trainer takes to send a part that it has announced."""
@@ -93,6 +84,10 @@ class Transport(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     backend: str = Field(min_length=1, max_length=64)
+
+    @property
+    def traits(self) -> TransportTraits:
+        return traits_of(self.backend)
 
 
 SECRET_FIELD = "secret"
@@ -693,7 +688,7 @@ class UpdateWeights(_Update):
 
     @property
     def pushed(self) -> bool:
-        return self.transport is not None and (self.transport.backend in PUSHED or self.in_parts)
+        return self.transport is not None and (self.transport.traits.pushed or self.in_parts)
 
     @property
     def relayed(self) -> bool:
@@ -702,13 +697,13 @@ class UpdateWeights(_Update):
         of_base = self.target.kind == "base" and self.encoding != "delta" and self.policy.staging == "host"
         if not self.policy.relay or not of_base or self.transport is None:
             return False
-        return self.transport.backend in RELAYED and "shares" not in (self.transport.model_extra or {})
+        return self.transport.traits.relayed and "shares" not in (self.transport.model_extra or {})
 
     @property
     def in_parts(self) -> bool:
         """Reports whether the trainer announces the tensors part by part."""
         transport = self.transport
-        if transport is None or transport.backend not in IN_PARTS:
+        if transport is None or not transport.traits.in_parts:
             return False
         return bool((transport.model_extra or {}).get("in_parts"))
 
@@ -717,10 +712,9 @@ class UpdateWeights(_Update):
         """Reports whether the tensors are described as they come: part by part, in a group that the trainer has formed
         itself (`format`), or by checkpoint-engine (`zmq_handles`)."""
         transport = self.transport
-        if transport is None or transport.backend not in IN_PARTS:
+        if transport is None or not transport.traits.in_parts:
             return False
-        own = "format" if transport.backend in PUSHED else "zmq_handles"
-        return self.in_parts or own in (transport.model_extra or {})
+        return self.in_parts or transport.traits.described_by in (transport.model_extra or {})
 
 
 class Rollback(Body):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -26,10 +26,10 @@ from rl_plane.errors import (
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.ranks.lead import Lead, SharedSender
 from rl_plane.publish.send_plan import SendPlan
-from rl_plane.publish.sources.base import Taken, WeightSource
+from rl_plane.publish.sources.base import Taken, WeightSource, drain
 from rl_plane.publish.threads import on_thread
 from rl_plane.transports.base import KeepingSender, LendingSender, PushingSender, Sender
-from rl_plane.transports.packing import Buffer, Tensor, fill
+from rl_plane.transports.packing import Buffer, fill
 from rl_plane.weights.manifest import Manifest
 
 log = logging.getLogger("rl_plane.publish")
@@ -509,9 +509,3 @@ def _with_worker_named(error: BaseException) -> BaseException:
 def _failed_rows(error: PlaneError) -> list[dict[str, Any]]:
     rows = error.facts.get("workers")
     return [row for row in rows if row.get("status") == "error"] if isinstance(rows, list) else []
-
-
-def drain(tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Uses up the iterator, so that this rank takes part in every gathering."""
-    for _ in tensors:
-        pass

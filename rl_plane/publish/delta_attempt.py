@@ -45,10 +45,10 @@ class DeltaAttempt(Attempt):
         *,
         copy: HostCopy,
         encoding: Encoding,
-        unless_digest: str | None = None,
-        lends: bool = False,
-        joins: int = 0,
-        make_lead: Callable[[], Lead] | None = None,
+        unless_digest: str | None,
+        lends: bool,
+        joins: int,
+        make_lead: Callable[[], Lead],
     ) -> None:
         """`unless_digest`: a version of this digest is not sent."""
         super().__init__(plan, source, publication, previous, lends=lends, joins=joins, make_lead=make_lead)
@@ -96,7 +96,7 @@ class DeltaAttempt(Attempt):
         if free >= (LEFT if self._copy.specs else ROOM) * nbytes:
             return self._has_room(taken)
         log.info(
-            "%s is sent in full: %.0f bytes are free beside a copy of %d", self._publication.version, free, nbytes
+            "%s is sent in full: %d bytes are free beside a copy of %d", self._publication.version, free, nbytes
         )
         return False
 

@@ -169,5 +169,11 @@ class HostCopy:
 
 def as_tensors(deltas: Mapping[str, bytes]) -> Taken:
     """Deltas as tensors of bytes, which is how they are sent."""
-    tensors = {name: HostTensor(TensorSpec("U8", (len(blob),)), memoryview(blob)) for name, blob in deltas.items()}
+    return as_taken(
+        {name: HostTensor(TensorSpec("U8", (len(blob),)), memoryview(blob)) for name, blob in deltas.items()}
+    )
+
+
+def as_taken(tensors: Mapping[str, HostTensor]) -> Taken:
+    """Tensors in host memory, for sending."""
     return Taken([(name, tensor.spec) for name, tensor in tensors.items()], iter(tensors.items()))

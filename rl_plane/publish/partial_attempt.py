@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +21,7 @@ from rl_plane.protocol.versions import (
     tensors_digest,
 )
 from rl_plane.publish.attempt import Attempt
-from rl_plane.publish.host_copy import as_tensors
+from rl_plane.publish.host_copy import as_taken, as_tensors
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource
@@ -114,9 +115,9 @@ class PartialAttempt(Attempt):
         previous: RunningPublication | None,
         *,
         baseline: Baseline,
-        trainable_only: bool = False,
-        lends: bool = False,
-        joins: int = 0,
+        trainable_only: bool,
+        lends: bool,
+        joins: int,
     ) -> None:
         kept = {"policy": {**plan.options.policy, "keep_staged": True}}
         super().__init__(plan, source, publication, previous, kept, lends=lends, joins=joins)
@@ -207,7 +208,7 @@ class PartialAttempt(Attempt):
             "base": chain[-1].digest,
             "digest": digest,
         }
-        taken = as_taken(changed)
+        taken = partial(as_taken, changed)
         if len(changed) == len(baseline.specs):
             reply = self._sent(
                 TakenSource(taken), {**self._fields, "digest": digest}, lends=self._lends, earlier=0
@@ -216,7 +217,7 @@ class PartialAttempt(Attempt):
             return reply
         if not changed:  # a version must have at least one tensor: the delta of one has 24 bytes
             fields |= {"encoding": "delta", "base": baseline.digest}
-            taken = _unchanged(baseline.specs)
+            taken = partial(_unchanged, baseline.specs)
         try:
             reply = self._sent(TakenSource(taken), fields, lends=self._lends, earlier=len(chain))[1]
         except PlaneError as error:
@@ -252,15 +253,9 @@ def _copied(data: memoryview) -> memoryview:
     return copy
 
 
-def as_taken(tensors: Mapping[str, HostTensor]) -> Callable[[], Taken]:
-    """Returns a function that takes these tensors."""
-    specs = [(name, tensor.spec) for name, tensor in tensors.items()]
-    return lambda: Taken(specs, iter(tensors.items()))
-
-
-def _unchanged(specs: Mapping[str, TensorSpec]) -> Callable[[], Taken]:
+def _unchanged(specs: Mapping[str, TensorSpec]) -> Taken:
     name, spec = min(specs.items(), key=lambda one: one[1].nbytes)
-    return lambda: as_tensors({name: delta_codec.nothing(spec.nbytes, DTYPE_BYTES[spec.dtype])})
+    return as_tensors({name: delta_codec.nothing(spec.nbytes, DTYPE_BYTES[spec.dtype])})
 
 
 def taken_of(source: WeightSource, trainable_only: bool) -> Taken:

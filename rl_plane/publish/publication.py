@@ -115,7 +115,7 @@ class RunningPublication(Publication):
     """The publisher's side of a Publication: it reports progress, guards tensors that are read, and sets the
     outcome."""
 
-    def __init__(self, version: str | None, progress: Callable[[Progress], None] | None = None) -> None:
+    def __init__(self, version: str | None, progress: Callable[[Progress], None] | None) -> None:
         """`progress`: called with each Progress, on the publisher's threads."""
         super().__init__(version)
         self.policy: Mapping[str, Any] = {}

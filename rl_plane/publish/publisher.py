@@ -28,7 +28,7 @@ from rl_plane.protocol.canary import OnCanaryFailure
 from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.protocol.subjects import DEFAULT_NAMESPACE
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm
-from rl_plane.publish.attempt import JOINS, Attempt, drain
+from rl_plane.publish.attempt import JOINS, Attempt
 from rl_plane.publish.delta_attempt import DeltaAttempt
 from rl_plane.publish.fleet_access import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import HostCopy
@@ -39,7 +39,7 @@ from rl_plane.publish.ranks.following import Follower
 from rl_plane.publish.ranks.lead import Lead
 from rl_plane.publish.ranks.meeting import MeetingPoint
 from rl_plane.publish.send_plan import SendPlan
-from rl_plane.publish.sources.base import Names
+from rl_plane.publish.sources.base import Names, drain
 from rl_plane.publish.sources.source_choice import as_source
 from rl_plane.publish.threads import at_callers_gpu, on_thread
 from rl_plane.publish.trainer_canary import CanarySource, PublishedCanary

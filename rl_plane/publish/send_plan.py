@@ -9,7 +9,7 @@ from rl_plane.errors import PlaneError
 from rl_plane.publish.fleet_access import BlockingFleet
 from rl_plane.publish.publish_options import PublishOptions
 from rl_plane.transports.base import Sender, SenderContext, members
-from rl_plane.transports.registry import candidates, installed, is_passed_over, make_sender, none_can_be_made
+from rl_plane.transports.registry import candidates, installed, is_passed_over, none_can_be_made
 
 SenderFactory = Callable[[str, SenderContext], Sender]
 """Makes the sender of the transport with this name."""
@@ -18,9 +18,7 @@ SenderFactory = Callable[[str, SenderContext], Sender]
 class SendPlan:
     """The fleet of one publisher, and the sender by which its versions go. Lives on rank 0."""
 
-    def __init__(
-        self, fleet: BlockingFleet, options: PublishOptions, make_sender: SenderFactory = make_sender
-    ) -> None:
+    def __init__(self, fleet: BlockingFleet, options: PublishOptions, make_sender: SenderFactory) -> None:
         self.fleet = fleet
         self._make_sender = make_sender
         self.options = options

@@ -10,6 +10,7 @@ from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.base import CheckSpecs, PartwiseDelivery
+from rl_plane.weights.read_ahead import host_memory
 
 
 class GrowingDelivery(PartwiseDelivery):
@@ -26,6 +27,11 @@ class GrowingDelivery(PartwiseDelivery):
     def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], check: CheckSpecs) -> None:
         self._specs.update(wanted)
         self._wanted, self._tied, self._check_specs = wanted, tied, check
+
+    def _memory_for(self, name: str, spec: TensorSpec) -> memoryview:
+        """Returns the place of a tensor, or new memory if it has none."""
+        place = None if self.places is None else self.places(name, spec)
+        return place if place is not None and place.nbytes == spec.nbytes else host_memory(spec.nbytes)
 
     def _leave_out_tied(self) -> None:
         """Call it after the last tensor. A tensor that has not come is tied to another one, so `specs` lose it."""

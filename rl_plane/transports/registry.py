@@ -9,18 +9,10 @@ from typing import Any
 
 from rl_plane._util.plugins import SENDERS, plugins
 from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unsupported
+from rl_plane.protocol.transport_traits import known_transports, traits_of
 from rl_plane.transports.base import Sender, SenderContext, colocated
 
 AUTO = "auto"
-
-COLOCATED = ("filesystem", "nixl", "ipc", "gloo", "object_store")
-"""The order of `auto`, best first, if trainer and engines share a machine: first transports from which a worker can
-heal, then the fastest."""
-REMOTE = ("filesystem", "nixl", "gloo", "object_store")
-"""The order of `auto` if some engine is on another machine. `auto` never takes `nccl`, because it can't know that the
-trainer's GPU is used by no engine, which an nccl group needs."""
-LASTING = ("filesystem", "object_store")
-"""Transports whose weights can still be fetched when the trainer is gone."""
 
 
 def installed() -> Mapping[str, EntryPoint]:
@@ -43,7 +35,7 @@ def candidates(
         transport: the name of a backend, or `auto`.
         workers: rows of the op `workers`.
         senders: the backends that are installed here.
-        with_root: the trainer has named a shared directory, which `filesystem` needs.
+        with_root: the trainer has named a shared directory.
         trainer_stays: workers can heal from the trainer after a commit.
         host: this machine's name; None asks the system.
 
@@ -63,19 +55,25 @@ def candidates(
             )
         lacking = [str(worker["instance_id"]) for worker in workers if transport not in worker["transports"]]
         if lacking:
+            shared = ", ".join(_common(workers, senders)) or "none"
             raise Unsupported(
                 f"no {transport} transport on {', '.join(lacking)}",
                 field="transport",
-                fix="install it there, or use a transport that all workers have: "
-                + (", ".join(_common(workers, senders)) or "none"),
+                fix=f"install it there, or use a transport that all have: {shared}",
             )
         return [transport]
     here = colocated(workers, host or platform.node())
     common = _common(workers, senders)
-    order: Sequence[str] = COLOCATED if here else REMOTE
+    found = [
+        name
+        for name, traits in known_transports().items()
+        if name in common
+        and traits.auto
+        and (here or not traits.one_host)
+        and (with_root or not traits.needs_root)
+    ]
     if not trainer_stays:
-        order = (*LASTING, *(name for name in order if name not in LASTING))
-    found = [name for name in order if name in common and (name != "filesystem" or with_root)]
+        found.sort(key=lambda name: not traits_of(name).lasting)
     if found:
         return found
     raise Unsupported(

@@ -47,6 +47,11 @@ def are_digests(values: Iterable[Any]) -> bool:
     return len({algorithm_of(value) for value in found}) <= 1
 
 
+def aligned(spec: TensorSpec) -> int:
+    """The bytes that a tensor takes in a bucket, with the gap after it."""
+    return -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """The place of a tensor in its bucket."""
@@ -69,7 +74,7 @@ class PackedBucket:
         placed, end = [], 0
         for name, spec in tensors:
             placed.append(Placed(name, spec, end))
-            end += -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+            end += aligned(spec)
         return cls(tuple(placed), end)
 
 
@@ -80,7 +85,7 @@ def pack(
     groups: list[list[tuple[str, TensorSpec]]] = []
     room = 0
     for name, spec in tensors:
-        size = -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        size = aligned(spec)
         if not groups or size > room:
             groups.append([])
             room = bucket_bytes

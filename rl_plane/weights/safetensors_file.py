@@ -192,7 +192,7 @@ class SafetensorsFile(ABC):
 class DiskFile(SafetensorsFile):
     """A file that is open by its descriptor. It owns the descriptor, even if the constructor fails."""
 
-    def __init__(self, descriptor: int, name: str, *, field: str = "transport.path") -> None:
+    def __init__(self, descriptor: int, name: str, *, field: str) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._reads = 0

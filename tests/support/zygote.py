@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 
 from rl_plane._util.plugins import ENGINES, TRANSPORTS, plugins
 from rl_plane.cli.children import start_process
+from rl_plane.protocol.transport_traits import known_transports
 from tests.support.paths import ROOT
 
 PR_SET_PDEATHSIG = 1
@@ -288,6 +289,7 @@ def _become(what: dict[str, Any], descriptors: list[int], parent: int, has_child
     sys.path[1:1] = more
     if more:
         plugins.cache_clear()  # there may be plugins, too
+        known_transports.cache_clear()
     sys.argv = what["argv"]
     if has_children:
         _have_children_forked([one for one in what["numbers"] if one > 2])

@@ -239,7 +239,7 @@ def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
         sender.keep(str(seed))
         with asking(transport) as (_, addresses[seed]):
             pass
-    agent = wire.make_agent("reader", "127.0.0.1")
+    agent = wire.make_agent("127.0.0.1")
     here = wire.RegisteredMemory(agent, 64)
     source = agent.add_remote_agent(addresses[1]["metadata"])
 

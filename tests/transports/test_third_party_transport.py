@@ -81,6 +81,9 @@ async def test_a_transport_installed_as_a_package_works(plane: Plane, monkeypatc
     await asyncio.to_thread(install, PACKAGE, plane.tmp / "package")
     path = [str(plane.tmp / "package" / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))  # of every process from here on
+    shown = "from rl_plane.protocol.transport_traits import traits_of; print(traits_of('plain_http').source)"
+    printed = await asyncio.to_thread(subprocess.check_output, [sys.executable, "-c", shown], text=True)
+    assert printed == "the bytes of the trainer's HTTP server\n"
     having = plane.spawn(model=first, engine="hf", ready=False)
     ids = [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in (lacking, having)]
     async with frontend(plane) as http:

@@ -24,6 +24,7 @@ from rl_plane.errors import (
     WorkerLost,
     error_from_wire,
 )
+from rl_plane.protocol.transport_traits import known_transports
 from worker.nodes.facts import check_facts
 from worker.nodes.node_link import (
     FAREWELL_S,
@@ -58,7 +59,6 @@ DIGEST_WAIT_S = 1800.0
 BEGIN_WAIT_S = 120.0
 """Seconds for the agents of a node to describe the model. They import torch meanwhile."""
 
-ONE_HOST_ONLY = ("ipc",)
 NO_MEMORY = "it reads the memory of a trainer on the same host, and the nodes of this engine are on several"
 
 ANSWER_MARGIN_S = 5.0
@@ -221,7 +221,7 @@ class HeadLink(NodeLink):
     def lacking_transports(self) -> dict[str, str]:
         """Transport → why it can't bring weights to an engine over several hosts."""
         apart = len({node.host for node in (self.me, *self.nodes)}) > 1
-        return dict.fromkeys(ONE_HOST_ONLY, NO_MEMORY) if apart else {}
+        return {name: NO_MEMORY for name, traits in known_transports().items() if apart and traits.one_host}
 
     def check_digests(self, tied: Mapping[str, str], own: str) -> None:
         """Raises Conflict unless every node has loaded the weights that the head has loaded."""

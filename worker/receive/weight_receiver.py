@@ -16,7 +16,6 @@ from rl_plane.protocol.canary import CANARY_NAME, Canary, check_vocabulary
 from rl_plane.protocol.record import Encoding
 from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.update_requests import (
-    RELAYED,
     CanaryLimits,
     DeltaChainEntry,
     PreparedReply,
@@ -196,7 +195,7 @@ class Receiver:
         over several hosts the first one keeps it."""
         assert request.transport is not None, "an unload receives nothing"
         config = delivery.adapter_config_raw
-        ends = not delivery.refetchable or request.transport.backend in RELAYED
+        ends = not delivery.refetchable or request.transport.traits.relayed
         if ends and config is not None and not self._host_number and self._offers() is not None:
             self._adapters_to_keep[staging] = digest, KeptAdapter(config, area)
 

@@ -14,7 +14,7 @@ from rl_plane.bus.connection import Bus
 from rl_plane.bus.state_store import read_pause
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, InvalidWeights, NotAtBase, PlaneError
 from rl_plane.protocol.subjects import Subjects
-from rl_plane.protocol.update_requests import RELAYED, ReceiveRequest, Transport
+from rl_plane.protocol.update_requests import ReceiveRequest, Transport
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S, OPS
 from worker.engines.base import EngineAdapter
 from worker.receive.staging import not_fitting
@@ -167,7 +167,7 @@ class RecordFollower:
         async def take(transport: Mapping[str, Any]) -> None:
             await self._updates.prepare(request.full_from(Transport.model_validate(transport)))
 
-        of_trainer = request.transport is not None and request.transport.backend in RELAYED
+        of_trainer = request.transport is not None and request.transport.traits.relayed
         if of_trainer and await self._peers.bring(digest, take):
             log.info("%s took the weights from a peer", self._core.state.instance_id)
             return

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
+from rl_plane.protocol.transport_traits import traits_of
 from rl_plane.protocol.update_requests import ReceiveRequest
 from rl_plane.protocol.worker_ops import UpdateOnWorker
 from worker.receive.received_bytes import ByteCount
-
-SOURCES = {
-    "filesystem": "the bytes of its files",
-    "http": "the bytes of an HTTP server",
-    "object_store": "the bytes that NATS stores",
-    **dict.fromkeys(("gloo", "nccl", "ipc", "nixl"), "the trainer's bytes"),
-}
-"""The bytes of each transport, in words."""
 
 OPENING = "the start of the transport"
 SWAP = "the swap of the version before"
@@ -68,4 +61,4 @@ def _waits_for(request: ReceiveRequest, backend: str, count: ByteCount, held: bo
     if count.received >= count.expected:
         return CHECK
     in_parts = bool(request.transport is not None and request.transport.model_dump().get("in_parts"))
-    return PART if in_parts else SOURCES.get(backend, f"the bytes of {backend}")
+    return PART if in_parts else traits_of(backend).source or f"the bytes of {backend}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from rl_plane._util import tracing
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, PlaneError, Unsupported, UpdateAborted
 from rl_plane.protocol.relay import SourceUse
+from rl_plane.protocol.transport_traits import known_transports
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceivePart, ReceiveRequest
 from rl_plane.protocol.worker_ops import UpdateOnWorker
 from worker.engines.base import EngineAdapter, EngineInfo
@@ -25,15 +26,6 @@ from worker.reconcile.receive_span import add_received
 from worker.runtime.engine_loop import EngineLoop
 
 log = logging.getLogger("worker.reconcile.staged_updates")
-
-KNOWN_TRANSPORTS = frozenset({"ipc", "nccl", "nixl", "object_store"})
-"""Other workers may have these, so the error is Unsupported, not InvalidRequest."""
-
-EXTRAS = {
-    "nccl": "put the model on a GPU, or use gloo",
-    "nixl": "install rl-plane[nixl] beside this worker, or use filesystem",
-}
-"""The fix of the error where a worker lacks a transport."""
 
 ABORT_WAIT_S = 30.0
 """An abort waits this long for a receive to end. A receive checks between two tensors whether it is cancelled."""
@@ -191,16 +183,12 @@ class WeightUpdates:
         if backend in self._info.transports:
             return
         self._info.require(f"transport:{backend}", "transport.backend")
-        if backend in KNOWN_TRANSPORTS:
-            raise Unsupported(
-                f"this worker has no {backend} transport",
-                field="transport.backend",
-                fix=EXTRAS.get(backend, "use filesystem"),
-            )
-        raise InvalidRequest(
-            f"unknown transport {backend!r}",
-            field="transport.backend",
-            fix=f"this worker has {', '.join(self._info.transports)}",
+        here = f"this worker has {', '.join(self._info.transports)}"
+        traits = known_transports().get(backend)
+        if traits is None:
+            raise InvalidRequest(f"unknown transport {backend!r}", field="transport.backend", fix=here)
+        raise Unsupported(
+            f"this worker has no {backend} transport", field="transport.backend", fix=traits.if_lacking or here
         )
 
     def check(self, name: str | None, staging: str, backend: str | None, loaded: Collection[str] = ()) -> None:

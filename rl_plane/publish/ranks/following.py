@@ -15,21 +15,20 @@ from rl_plane.publish.ranks.gather_group import GatherGroup
 from rl_plane.publish.ranks.link import BEGIN, FollowingRankLink
 from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
 from rl_plane.publish.ranks.ownership import own_specs, owners_of
-from rl_plane.publish.sources.base import Taken
-from rl_plane.transports.base import KeepingSender, Sender, SenderContext, SharingSender
+from rl_plane.publish.send_plan import SenderFactory
+from rl_plane.publish.sources.base import Taken, drain
+from rl_plane.transports.base import KeepingSender, SenderContext, SharingSender
 from rl_plane.transports.packing import Tensor, fill
 from rl_plane.weights.manifest import Manifest
 
 log = logging.getLogger("rl_plane.publish")
-
-MakeSender = Callable[[str, SenderContext], Sender]
 
 
 class Follower:
     """A rank other than 0, from one version to the next."""
 
     def __init__(
-        self, meeting: MeetingPoint, options: PublishOptions, make_sender: MakeSender, copy: HostCopy
+        self, meeting: MeetingPoint, options: PublishOptions, make_sender: SenderFactory, copy: HostCopy
     ) -> None:
         """`copy`: takes the tensors that this rank owns, where deltas are sent."""
         self.copy = copy
@@ -241,8 +240,7 @@ class Following:
             self._follower.copy.drop()
             return self._fill(self._publication.readable(tensors))
         finally:
-            for _ in tensors:  # the other ranks wait for this one in each gathering
-                pass
+            drain(tensors)
 
     def _read_copy(
         self, owners: Mapping[str, int], tensors: Iterator[tuple[str, Tensor]], compare: bool
@@ -252,8 +250,7 @@ class Following:
         if not compare:
             copy.forget()
         if not own:
-            for _ in tensors:
-                pass
+            drain(tensors)
             return {"digests": {}, "sizes": {}}
         self._change = copy.read(replace(self._taken, specs=own, tensors=tensors))
         return {"digests": dict(copy.tensor_digests), "sizes": self._change.sizes}
@@ -283,8 +280,7 @@ class Following:
     def _fill(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Any]:
         manifest, sender = self._manifest, self._sender
         if manifest is None:
-            for _ in tensors:
-                pass
+            drain(tensors)
             return {"digests": {}}
         assert sender is not None
         algorithm = self._follower.options.digest

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plane._util.own_address import own_address
 from rl_plane.errors import Unavailable
 from rl_plane.publish.ranks.link import LOOK_S, RESTART
+from rl_plane.transports.group.torch_group import first_line, gloo_options, has_ended
 
 if TYPE_CHECKING:
     import torch
@@ -106,14 +107,14 @@ class GatherGroup:
             for start in range(0, slot_bytes, step):
                 outputs = [[slot[start : start + step] for slot in slots]] if slots else []
                 work = group.gather(outputs, [part[start : start + step].contiguous()], options)
-                while not _has_ended(work, part.device.type):
+                while not has_ended(work, on_gpu=part.device.type != "cpu"):
                     self.check(since, "a gather")
                 work.wait()
         except RuntimeError as error:
             self.broken = True
             self._explain(since)
             raise Unavailable(
-                f"a gather among the trainer's ranks broke: {_first_line(error)}", fix=RESTART
+                f"a gather among the trainer's ranks broke: {first_line(error)}", fix=RESTART
             ) from error
         except BaseException:
             self.broken = True
@@ -157,7 +158,7 @@ class GatherGroup:
             self.broken = True
             self._explain(since)
             raise Unavailable(
-                f"the trainer's ranks can't form a group: {_first_line(errors[0])}", fix=RESTART
+                f"the trainer's ranks can't form a group: {first_line(errors[0])}", fix=RESTART
             ) from errors[0]
         return made[0]
 
@@ -169,12 +170,8 @@ class GatherGroup:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             return dist.ProcessGroupNCCL(store, self.rank, self._ranks, options)
-        gloo = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = self._timeout
         host = self._address[0] if self.rank == 0 else own_address(*self._address)
-        options._devices = [gloo.create_device(hostname=host)]
-        return gloo(store, self.rank, self._ranks, options)
+        return dist.ProcessGroupGloo(store, self.rank, self._ranks, gloo_options(host, self._timeout))
 
     def drop(self) -> None:
         """Releases torch's groups on a thread: gloo waits until what was posted has ended, or timed out."""
@@ -195,19 +192,3 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
-
-
-def _has_ended(work: Any, device: str) -> bool:
-    """True if the operation has ended; waits up to LOOK_S for it."""
-    if device == "cpu":
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the operation's own error, which its own `wait` raises, or a time-out
-            work.wait(timedelta(seconds=LOOK_S))
-    elif not work.is_completed():
-        time.sleep(LOOK_S / 50)
-    return bool(work.is_completed())
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0][:300]

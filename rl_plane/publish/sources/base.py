@@ -69,6 +69,12 @@ class Taken:
     """Gathers the tensors that this rank owns. None: the source gathers on rank 0 only."""
 
 
+def drain(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Uses up the iterator, so that this rank takes part in every gathering."""
+    for _ in tensors:
+        pass
+
+
 class WeightSource(Protocol):
     """A source of the weights of each version."""
 

@@ -21,7 +21,7 @@ from rl_plane.transports.group.prime_rl_wire import (
     read_number,
     refused,
 )
-from rl_plane.transports.group.streamed_delivery import received
+from rl_plane.transports.group.streamed_delivery import cut, received
 from rl_plane.transports.group.torch_group import Group
 from rl_plane.weights.pickle_reader import MAX_PICKLE_BYTES
 
@@ -50,10 +50,7 @@ class DescribedDelivery(SelfDescribedDelivery):
             sizes = [sum(spec.nbytes for _, spec in bucket) for bucket in buckets]
             coming = self._broadcasts(sizes, which, cancelled)
             for bucket, bytes_of_all in zip(buckets, coming, strict=True):
-                start = 0
-                for name, spec in bucket:
-                    yield name, HostTensor(spec, bytes_of_all[start : start + spec.nbytes])
-                    start += spec.nbytes
+                yield from cut(bytes_of_all, bucket)
         self._in_step = True
         self._check_whole()
 

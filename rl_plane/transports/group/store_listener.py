@@ -50,7 +50,6 @@ class StoreListener:
         with listen_at(host, port) as listener:
             self._door = listener.dup()
             not_for_children.add(self._door)
-            self.host = host
             self.port = int(listener.getsockname()[1])
             self.store: Any = dist.TCPStore(
                 host,

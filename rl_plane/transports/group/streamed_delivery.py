@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.update_requests import ReceivePart
-from rl_plane.protocol.versions import HostTensor
+from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.announced_delivery import AnnouncedDelivery, Coming
 from rl_plane.transports.group.broadcast_plan import chunks
 from rl_plane.transports.group.rank_layout import FORM_AGAIN
@@ -31,6 +31,14 @@ def received(
         yield views[number % AHEAD][:size]
         if number + AHEAD < len(sizes):
             coming[number % AHEAD] = begin(number + AHEAD)
+
+
+def cut(data: memoryview, tensors: Iterable[tuple[str, TensorSpec]]) -> Iterator[tuple[str, HostTensor]]:
+    """Yields the tensors of one broadcast, which lie side by side in `data`."""
+    start = 0
+    for name, spec in tensors:
+        yield name, HostTensor(spec, data[start : start + spec.nbytes])
+        start += spec.nbytes
 
 
 class GroupPartwiseDelivery(AnnouncedDelivery[Group]):
@@ -86,10 +94,7 @@ class GroupPartwiseDelivery(AnnouncedDelivery[Group]):
         sizes = [sum(spec.nbytes for _, spec in one) for one in parts]
         buckets = received(coming.source, sizes, name, coming.deadline, cancelled)
         for one, data in zip(parts, buckets, strict=True):
-            start = 0
-            for named, spec in one:
-                yield named, HostTensor(spec, data[start : start + spec.nbytes])
-                start += spec.nbytes
+            yield from cut(data, one)
 
     def close(self) -> None:
         if not self.ended:

@@ -225,7 +225,7 @@ class Group:
                     raise ValueError(f"{count} chunks are stored, not 1 to {MAX_CHUNKS}")
                 taken.append(b"".join(store.get(f"{key}/{number}") for number in range(count)))
             except (RuntimeError, ValueError) as error:
-                why[0] = _first_line(error)
+                why[0] = first_line(error)
 
         thread = threading.Thread(target=take, name="weight group", daemon=True)
         thread.start()
@@ -349,7 +349,7 @@ class Group:
     def wait(self, sent: Broadcast, what: str, deadline: float, cancelled: Callable[[], bool]) -> None:
         """Blocks until a broadcast has ended. After any error the group is dropped. `deadline`: monotonic seconds."""
         try:
-            while not _has_ended(sent.work, self._device):
+            while not has_ended(sent.work, on_gpu=self._device is not None):
                 self.check()
                 if cancelled():
                     raise self._given_up(what)
@@ -528,7 +528,9 @@ def make_torch_group(place: Place, store: Any, timeout_s: float) -> Any:
     dist = import_torch().distributed
     timeout = timedelta(seconds=timeout_s)
     if place.backend == "gloo":
-        how = timeout if os.environ.get("GLOO_SOCKET_IFNAME") else _gloo_options(place, timeout)
+        how: Any = timeout
+        if not os.environ.get("GLOO_SOCKET_IFNAME"):
+            how = gloo_options(own_address(place.master_address, place.master_port), timeout)
         return dist.ProcessGroupGloo(store, place.rank, place.world_size, how)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -545,19 +547,19 @@ def make_torch_group(place: Place, store: Any, timeout_s: float) -> Any:
                     os.environ[name] = value
 
 
-def _gloo_options(place: Place, timeout: timedelta) -> Any:
-    """Options by which gloo listens at the address towards the trainer. torch itself takes the address of this
-    machine's name, which is often a loopback address that other machines can't reach."""
+def gloo_options(host: str, timeout: timedelta) -> Any:
+    """Options by which gloo listens at the address `host`. torch itself takes the address of this machine's name, which
+    is often a loopback address that other machines can't reach."""
     gloo = import_torch().distributed.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=own_address(place.master_address, place.master_port))]
+    options._devices = [gloo.create_device(hostname=host)]
     return options
 
 
-def _has_ended(work: Any, device: Any) -> bool:
+def has_ended(work: Any, *, on_gpu: bool) -> bool:
     """True if the operation has ended; waits up to LOOK_S for it."""
-    if device is None:
+    if not on_gpu:
         with contextlib.suppress(RuntimeError):  # the operation's own error, or the time-out
             work.wait(timedelta(seconds=LOOK_S))
     elif not work.is_completed():
@@ -587,11 +589,12 @@ def _abort(torch_group: Any) -> None:
         torch_group.abort()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of torch's message. The lines after it are a stack."""
     return str(error).split("\n")[0][:300]
 
 
 def _said(error: Exception) -> str:
     """The first line of torch's message, and nccl's own message, which is further down."""
     words = str(error).partition("Last error:")[2].strip()
-    return "; ".join(line for line in (_first_line(error), words.split("\n")[0][:300]) if line)
+    return "; ".join(line for line in (first_line(error), words.split("\n")[0][:300]) if line)

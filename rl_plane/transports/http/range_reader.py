@@ -99,7 +99,7 @@ class RemoteFile:
 class RangeReader:
     """Reads the files of one source. Any thread may call any method."""
 
-    def __init__(self, source: Source, allowed: Allowed, stall_s: float = STALL_S) -> None:
+    def __init__(self, source: Source, allowed: Allowed, stall_s: float) -> None:
         self._source = source
         self.field = source.field
         self._allowed = allowed
@@ -228,7 +228,7 @@ class RangeReader:
         target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
         answer = Answer(self, connection)
         # Each byte of a head may come late, so that the time-out of the socket does not bound all of it.
-        timer = threading.Timer(self.stall_s, answer.cut)
+        timer = threading.Timer(self.stall_s, self._cut, [connection])
         timer.daemon = True
         timer.start()
         try:
@@ -345,7 +345,7 @@ class RangeReader:
             self._open.pop(connection, None)
         connection.close()
 
-    def cut(self, connection: HTTPConnection) -> None:
+    def _cut(self, connection: HTTPConnection) -> None:
         """Ends what another thread does with a connection."""
         with self._lock:
             held = self._open.get(connection)
@@ -403,10 +403,6 @@ class Answer:
         if hasattr(self, "response"):
             self.response.close()
         self._reader.drop(self._connection)
-
-    def cut(self) -> None:
-        """Ends the request from another thread."""
-        self._reader.cut(self._connection)
 
     def __enter__(self) -> Answer:
         return self

@@ -35,7 +35,6 @@ from rl_plane.transports.ipc.checkpoint_engine_wire import (
 from rl_plane.transports.ipc.cuda_buffers import Handle, opened, release
 from rl_plane.transports.ipc.torch_cuda import TorchCuda
 from rl_plane.weights.pickle_reader import UnreadablePickle
-from rl_plane.weights.read_ahead import host_memory
 
 T = TypeVar("T")
 
@@ -158,9 +157,7 @@ class CheckpointEngineDelivery(SelfDescribedDelivery):
     def _copied(self, buffers: list[Any], name: str, spec: TensorSpec, offset: int, start: int) -> HostTensor:
         import torch
 
-        into = None if self.places is None else self.places(name, spec)
-        if into is None or into.nbytes != spec.nbytes:
-            into = host_memory(spec.nbytes)
+        into = self._memory_for(name, spec)
         if spec.nbytes:
             at = start + offset
             torch.frombuffer(into, dtype=torch.uint8).copy_(buffers[0][at : at + spec.nbytes])

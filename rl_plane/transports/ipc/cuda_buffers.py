@@ -12,12 +12,11 @@ from __future__ import annotations
 import re
 import select
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rl_plane.errors import Unavailable
-from rl_plane.transports.ipc.torch_cuda import Share, TorchCuda
+from rl_plane.transports.ipc.torch_cuda import SHM, TorchCuda
 from rl_plane.transports.ipc.wire import BUFFERS
 from rl_plane.weights.manifest import ALIGN_BYTES, Manifest
 
@@ -35,14 +34,11 @@ COUNTERS = 10_000
 COUNTER_FILE = re.compile(rb"/torch_(\d{1,10})_\d{1,20}_\d{1,20}")
 """The name of a file of counters, with the id of the process that made it."""
 
-SHM = Path("/dev/shm")
-
 TRAINER_ENDS_S = 1.0
 """Seconds to wait for the end of a killed process, which closes its sockets a moment earlier."""
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(NamedTuple):
     """The handle of a buffer: torch's share of it, without the sender's own device number."""
 
     memory: bytes
@@ -54,20 +50,8 @@ class Handle:
     event: bytes
     event_sync: bool
 
-    @property
-    def share(self) -> Share:
-        return (
-            self.memory,
-            self.nbytes,
-            self.offset,
-            self.counter,
-            self.counter_offset,
-            self.event,
-            self.event_sync,
-        )
-
     def to_wire(self) -> list[Any]:
-        return list(self.share)
+        return list(self)
 
     @classmethod
     def from_wire(cls, wire: Any, needed: int, start: int | None = None) -> Self:
@@ -198,7 +182,7 @@ def opened(cuda: TorchCuda, handles: list[Handle], uuid: str) -> list[torch.Tens
     storages: list[torch.UntypedStorage] = []
     try:
         for one in handles:
-            storages.append(cuda.open(uuid, one.share))
+            storages.append(cuda.open(uuid, one))
         return [torch.empty(0, dtype=torch.uint8, device=device).set_(one) for one in storages]
     except BaseException:
         never_opened = handles[len(storages) :]

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from rl_plane.protocol.versions import DigestAlgorithm, HostTensor, TensorSpec
 from rl_plane.transports.ipc.cuda_buffers import Handle, collect, copied_to, release, share
-from rl_plane.transports.ipc.torch_cuda import TORCH_CUDA, TorchCuda
+from rl_plane.transports.ipc.torch_cuda import TorchCuda
 from rl_plane.transports.ipc.wire import BUFFERS, close_all
 from rl_plane.transports.packing import Tensor, spec_of
 from rl_plane.weights.hashed_copy import read_hashed
-from rl_plane.weights.manifest import ALIGN_BYTES, Manifest, PackedBucket
+from rl_plane.weights.manifest import Manifest, PackedBucket, aligned
 
 if TYPE_CHECKING:
     import torch
@@ -42,21 +42,17 @@ def pack_modules(tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -
     room = 0
     for _, module in itertools.groupby(tensors, lambda one: module_of(one[0])):
         members = list(module)
-        whole = sum(map(_size, members))
+        whole = sum(aligned(spec) for _, spec in members)
         if not groups or whole > room or len(groups[-1]) + len(members) > MAX_TOGETHER:
             groups.append([])
             room = bucket_bytes
         for one in members:
-            if groups[-1] and (_size(one) > room or len(groups[-1]) == MAX_TOGETHER):
+            if groups[-1] and (aligned(one[1]) > room or len(groups[-1]) == MAX_TOGETHER):
                 groups.append([])
                 room = bucket_bytes
             groups[-1].append(one)
-            room -= _size(one)
+            room -= aligned(one[1])
     return tuple(map(PackedBucket.of, groups))
-
-
-def _size(one: tuple[str, TensorSpec]) -> int:
-    return -(-one[1].nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class LentTensors:
@@ -66,8 +62,8 @@ class LentTensors:
         self,
         manifest: Manifest,
         tensors: Mapping[str, Tensor],
-        device: str | None = None,
-        cuda: TorchCuda = TORCH_CUDA,
+        device: str | None,
+        cuda: TorchCuda,
     ) -> None:
         """`device`: the GPU from which tensors are read; None for host memory."""
         fits = _is_shared if device is None else partial(cuda.is_on, device)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.shared_tensors import NamedMemory
-
-SHM = Path("/dev/shm")
+from rl_plane.transports.ipc.torch_cuda import SHM
 
 HEADER_BYTES = 64
 """The bytes before the tensors, in which torch counts who uses the memory."""

@@ -105,9 +105,7 @@ class PlacedDelivery(AnnouncedDelivery[ReceivePart]):
                     yield name, self._read(name, spec, place, read)
 
     def _read(self, name: str, spec: TensorSpec, place: TensorPlace | None, read: Read | None) -> HostTensor:
-        into = None if self.places is None else self.places(name, spec)
-        if into is None or into.nbytes != spec.nbytes:
-            into = host_memory(spec.nbytes)
+        into = self._memory_for(name, spec)
         if place is None or read is None:
             return HostTensor(spec, into, owned=True)
         digest = None

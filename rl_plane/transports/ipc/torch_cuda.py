@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 SHM = Path("/dev/shm")
-"""The directory of the files in which torch counts shares."""
+"""The directory of the system's shared memory. torch counts shares in files there."""
 
 Share = tuple[bytes, int, int, bytes, int, bytes, bool]
 """A share of an allocation: memory, nbytes, offset, counter, counter_offset, event, event_sync (see `Handle`)."""
@@ -75,9 +75,8 @@ class TorchCuda:
 
     def share(self, storage: torch.UntypedStorage) -> Share:
         """Shares an allocation with one receiver."""
-        _, *share = storage._share_cuda_()
-        memory, nbytes, offset, counter, counter_offset, event, event_sync = share
-        return memory, nbytes, offset, counter, counter_offset, event, event_sync
+        share: Share = storage._share_cuda_()[1:]
+        return share
 
     def open(self, uuid: str, share: Share) -> torch.UntypedStorage:
         """Opens a share of another process. torch releases the share when the storage is freed."""

@@ -37,7 +37,7 @@ class PeerSource:
     def _agent(self) -> Any:
         """The agent, made when it is first needed. That takes seconds, if this process has not imported nixl yet."""
         if self._made is None:
-            self._made = make_agent(f"rl-plane-{secrets.token_hex(8)}", self._server.host)
+            self._made = make_agent(self._server.host)
         return self._made
 
     @property

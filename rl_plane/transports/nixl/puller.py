@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ class Puller:
     def __init__(self, host: str) -> None:
         """`host`: this machine's address on the network of the source."""
         self.host = host
-        self.agent = make_agent(f"rl-plane-{secrets.token_hex(8)}", host)
+        self.agent = make_agent(host)
         # After the agent, so that this memory is freed after it: until the agent has ended, bytes may still arrive.
         self._buffers: list[RegisteredMemory] = []
         self._owners: Sequence[Any] = ()

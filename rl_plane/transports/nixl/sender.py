@@ -91,7 +91,7 @@ class NixlSender(KeepingSender, LendingSender, SharingSender):
             port: the port at which receivers ask; 0 takes any free one.
             keep_copy: False keeps no committed version, so workers that come late heal from one another.
         """
-        self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}", host)
+        self._agent = make_agent(host)
         self._server = MetadataServer(host, port)
         self._keep_copy = keep_copy
         self._free: list[RegisteredMemory] = []

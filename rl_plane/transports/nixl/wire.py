@@ -28,6 +28,7 @@ import ctypes
 import importlib.util
 import mmap
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Iterator
@@ -110,7 +111,7 @@ def _ucx_settings(host: str) -> Iterator[None]:
                 del os.environ[name]
 
 
-def make_agent(name: str, host: str) -> Any:
+def make_agent(host: str) -> Any:
     """Makes a nixl_agent over UCX, at this machine's address `host`. It reads by RDMA, or another process's memory on
     this machine, and never over TCP: see `EMULATION`."""
     if not have_nixl():
@@ -119,6 +120,7 @@ def make_agent(name: str, host: str) -> Any:
     try:
         import nixl
 
+        name = f"rl-plane-{secrets.token_hex(8)}"
         agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=[]))
         config = nixl._bindings.nixlAgentConfig()  # the public config can't set the delay
         config.useProgThread = True

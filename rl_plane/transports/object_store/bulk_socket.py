@@ -31,7 +31,6 @@ MAX_LINE_BYTES = 1 << 15
 class Arrival:
     """A message whose payload must be taken, by `NatsSocket.take` or `take_into`, before the next message."""
 
-    subject: str
     headers: dict[str, str]
     """The message's headers, with `Status` if the server sends one."""
     nbytes: int
@@ -128,7 +127,7 @@ class NatsSocket:
                 self._left = total - head
                 raw = bytearray(head)
                 self._fill(memoryview(raw))
-                arrival = Arrival(parts[1].decode(), _parsed(bytes(raw)) if with_headers else {}, self._left)
+                arrival = Arrival(_parsed(bytes(raw)) if with_headers else {}, self._left)
                 if not self._left:
                     self._skip_end()
                 return arrival

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S
-from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
+from rl_plane.bus.credentials import NatsCredentials
 from rl_plane.errors import BusUnreachable, InvalidWeights, Unavailable
 from rl_plane.protocol.subjects import StoredObject, Subjects, check_object_id
 from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
@@ -52,8 +52,8 @@ class StoredReader:
         self,
         url: str,
         stored: StoredObject,
-        credentials: NatsCredentials = NO_CREDENTIALS,
-        stall_s: float = STALL_S,
+        credentials: NatsCredentials,
+        stall_s: float,
     ) -> None:
         """`stall_s`: how long the reader waits for the next chunk, in seconds."""
         self._url = url

@@ -87,11 +87,13 @@ async def test_weights_without_room_are_refused_before_a_byte_comes(
     engine = FakeEngine(EngineOptions(make_fake_model(tmp_path / "base", 0), weight_roots=(tmp_path,)))
     await engine.start()
     new = make_fake_model(tmp_path / "new", 1)
-    group = tmp_path / "group"
+    group, proc = tmp_path / "group", tmp_path / "proc"
     group.mkdir()
-    (tmp_path / "own").write_text("0::/none/of/these\n")
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("0::/none/of/these\n")
+    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 9 kB\n")
     monkeypatch.setattr(host_room, "CGROUPS", group)
-    monkeypatch.setattr(host_room, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(host_room, "PROC", proc)
     (group / "memory.max").write_text("5000\n")
     (group / "memory.current").write_text("2000\n")
     (group / "memory.stat").write_text("anon 700\ninactive_file 500\nactive_file 500\n")
@@ -111,8 +113,7 @@ async def test_weights_without_room_are_refused_before_a_byte_comes(
     await engine.discard("t")
     (group / "memory.max").write_text("max\n")
     engine.open(*files_request("u", new))
-    monkeypatch.setattr(host_room, "MEMINFO", tmp_path / "meminfo")
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 0 kB\n")
+    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 0 kB\n")
     await engine.discard("u")
     engine.receiver.kept = None
     with pytest.raises(InvalidRequest, match="MemAvailable"):
