@@ -352,24 +352,22 @@ def test_weights_that_are_replaced_meanwhile_end_the_pull(sender: NixlSender, pu
 
 @needs_nixl
 @pytest.mark.parametrize("leaves", [True, False])
-def test_memory_is_used_again_once_its_pullers_have_left(
-    sender: NixlSender, leaves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rl_plane.transports.nixl.metadata_server.LEAVE_S", BOUND_S if leaves else 0.1)
-    first = offer(sender, 1)
-    sender.keep()
-    with asking(first) as (puller, _):
-        offer(sender, 2)
-        keeping = threading.Thread(target=sender.keep)
-        keeping.start()
-        assert puller.recv(1) == b"", "it is told"
-        if leaves:
-            assert keeping.is_alive()
-            puller.close()
-        keeping.join(BOUND_S)
-        assert not keeping.is_alive()
-    offer(sender, 3)
-    assert sender.own_bytes == 2 * TOTAL_BYTES
+def test_memory_is_used_again_once_its_pullers_have_left(leaves: bool) -> None:
+    with NixlSender(leave_s=BOUND_S if leaves else 0.1) as sender:
+        first = offer(sender, 1)
+        sender.keep()
+        with asking(first) as (puller, _):
+            offer(sender, 2)
+            keeping = threading.Thread(target=sender.keep)
+            keeping.start()
+            assert puller.recv(1) == b"", "it is told"
+            if leaves:
+                assert keeping.is_alive()
+                puller.close()
+            keeping.join(BOUND_S)
+            assert not keeping.is_alive()
+        offer(sender, 3)
+        assert sender.own_bytes == 2 * TOTAL_BYTES
 
 
 @needs_nixl

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from rl_plane.errors import InvalidRequest
 
-MEMINFO = Path("/proc/meminfo")
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
-
 MIB = 1 << 20
 
 
-def check_room(nbytes: int, freed: int = 0) -> None:
+@dataclass(frozen=True, slots=True)
+class MemoryFiles:
+    """The files in which the kernel says how much memory this process may use."""
+
+    meminfo: Path = Path("/proc/meminfo")
+    cgroups: Path = Path("/sys/fs/cgroup")
+    own_cgroups: Path = Path("/proc/self/cgroup")
+
+
+MEMORY_FILES = MemoryFiles()
+
+
+def check_room(nbytes: int, freed: int = 0, files: MemoryFiles = MEMORY_FILES) -> None:
     """InvalidRequest if staging `nbytes` needs more memory than there is. `freed`: what staging gives back first."""
-    for room, what, setting in _rooms():
+    for room, what, setting in _rooms(files):
         if nbytes > room + freed:
             raise InvalidRequest(
                 f"staging needs {_mib(nbytes)} of host memory, and {_mib(room + freed)} are there ({what})",
@@ -29,7 +38,7 @@ def check_room(nbytes: int, freed: int = 0) -> None:
 
 def least_room() -> tuple[int | None, str]:
     """The host memory that may still be used, and what limits it. None: this is no Linux, so it is not known."""
-    found = min(_rooms(), default=None)
+    found = min(_rooms(MEMORY_FILES), default=None)
     return (found[0], found[1]) if found is not None else (None, "")
 
 
@@ -37,33 +46,33 @@ def _mib(nbytes: int) -> str:
     return f"{-(-nbytes // MIB)} MiB"
 
 
-def _rooms() -> Iterator[tuple[int, str, str]]:
+def _rooms(files: MemoryFiles) -> Iterator[tuple[int, str, str]]:
     """Yields what may still be used, what limits it, and the setting that changes the limit."""
     try:
-        for line in MEMINFO.read_text().splitlines():
+        for line in files.meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 yield int(line.split()[1]) << 10, "MemAvailable of the machine", "give the machine more memory"
     except OSError:
         return  # not Linux
-    for directory, limit, used, cache in _cgroups():
+    for directory, limit, used, cache in _cgroups(files):
         room = _free_in(directory, limit, used, cache)
         if room is not None:
             yield room, f"{limit} of the control group", "raise the container's memory limit"
 
 
-def _cgroups() -> Iterator[tuple[Path, str, str, tuple[str, ...]]]:
+def _cgroups(files: MemoryFiles) -> Iterator[tuple[Path, str, str, tuple[str, ...]]]:
     """Yields this process's control groups of memory and their parents, with the names of their files."""
     try:
-        lines = OWN_CGROUPS.read_text().splitlines()
+        lines = files.own_cgroups.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            base, names = CGROUPS, ("memory.max", "memory.current", ("inactive_file", "active_file"))
+            base, names = files.cgroups, ("memory.max", "memory.current", ("inactive_file", "active_file"))
         elif "memory" in controllers.split(","):
-            files = ("total_inactive_file", "total_active_file")
-            base, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", files)
+            cache = ("total_inactive_file", "total_active_file")
+            base, names = files.cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", cache)
         else:
             continue
         own = Path(path.lstrip("/"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -13,13 +14,13 @@ import torch
 from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidWeights, NotAtBase
 from rl_plane.protocol.update_requests import DeltaChainEntry, Transport
-from rl_plane.protocol.versions import tensor_digest, tensors_digest
+from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest, tensors_digest
 from rl_plane.transports.base import Delivery
 from tests.support.receive_requests import NamedRequest, named_request
 from tests.support.small_versions import Road, Tensors, raw, same, spec_of, weights
 from worker.engines.common.torch_weights import StagedTensors, host_copies
 from worker.receive import kept_copy
-from worker.receive.kept_copy import KeptCopy
+from worker.receive.kept_copy import EXCHANGE_BYTES, KeptCopy, Replacement
 from worker.receive.weight_holder import Staged, TensorStream
 from worker.receive.weight_receiver import Receiver
 
@@ -268,15 +269,15 @@ def test_a_partial_version_that_does_not_fit_leaves_the_copy() -> None:
     worker.serve(1)
 
 
-def test_a_large_tensor_is_exchanged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_copy, "EXCHANGE_BYTES", 7)
-    worker = Worker("partial")
-    worker.serve(0)
-    worker.stage(1)
-    worker.receiver.discard("c1")
-    assert worker.keeps(0)
-    worker.serve(1)
-    assert worker.keeps(1)
+@pytest.mark.parametrize("more", [0, 7])
+def test_a_large_tensor_is_exchanged_in_pieces(more: int) -> None:
+    before, after = os.urandom(2 * EXCHANGE_BYTES + more), os.urandom(2 * EXCHANGE_BYTES + more)
+    here, brought = bytearray(before), bytearray(after)
+    change = Replacement(HostTensor(TensorSpec("U8", (len(after),)), memoryview(brought)), "its digest")
+    change.apply(memoryview(here))
+    assert (bytes(here), bytes(brought)) == (after, before)
+    change.apply(memoryview(here))
+    assert (bytes(here), bytes(brought)) == (before, after)
 
 
 def test_a_link_of_the_chain_that_does_not_fit_is_named() -> None:

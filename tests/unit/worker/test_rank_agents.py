@@ -22,7 +22,6 @@ import worker.receive.rank_agents.agent_messages as wire
 from rl_plane._util.framing import MAX_FRAME_BYTES, send_frame
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, PlaneError
-from worker.receive.rank_agents import agent_client
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_server import AgentServer, Method
 
@@ -138,11 +137,10 @@ def test_an_agent_that_breaks_off_or_is_not_there(serve: Serve, directory: Path)
     assert client.ask("big") == ["x" * 100]
 
 
-def test_waits_are_bounded(serve: Serve, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_are_bounded(serve: Serve, directory: Path) -> None:
     ended = threading.Event()
     serve(0, {"hang": lambda *_: ended.wait(BOUND_S)})
-    monkeypatch.setattr(agent_client, "CANCEL_WAIT_S", 0.1)
-    client = AgentClient.of_ranks(directory, 1)
+    client = AgentClient.of_ranks(directory, 1, cancel_wait_s=0.1)
     with pytest.raises(PlaneError, match="did not end in time"):
         client.ask("hang", timeout_s=0.1)
     with pytest.raises(EngineFailed, match="cancelled"):

@@ -48,8 +48,8 @@ for pattern in patterns:
 does not compile is left to the code that uses it later: that code reports the error."""
 
 
-def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises InvalidWeights if a setting holds no patterns, or one that takes longer than PATTERNS_S. `names`: those of
+def check_patterns_end(config: Mapping[str, Any], names: Iterable[str], within_s: float = PATTERNS_S) -> None:
+    """Raises InvalidWeights if a setting holds no patterns, or one that takes longer than `within_s`. `names`: those of
     the model with which the patterns are matched."""
     known = list(names)
     for setting in _SETTINGS:
@@ -68,13 +68,13 @@ def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
                 input=json.dumps([unsure, known]),
                 text=True,
                 capture_output=True,
-                timeout=PATTERNS_S,
+                timeout=within_s,
                 check=True,
             )
         except subprocess.TimeoutExpired:
             raise refuse_key(
                 setting,
-                f"has a regular expression that takes more than {PATTERNS_S:g} s: {unsure[0][:100]!r}",
+                f"has a regular expression that takes more than {within_s:g} s: {unsure[0][:100]!r}",
                 "use a simpler one, or list the names of the modules",
             ) from None
         except subprocess.CalledProcessError as error:
