@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 
 from rl_plane.protocol.generation import MAX_STREAMS
@@ -12,6 +13,16 @@ from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S
 class FrontendLimits:
     """The limits of one frontend. Each default is right for every fleet; another value is for tests and experiments."""
 
+    head_timeout_s: float = 10.0
+    """From the connection, or from the first byte of a further request, to the end of its head. Until then no key is
+    known. A client sends a head at once."""
+    connections: int = max(64, min(16_384, resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 8))
+    """The bound of one listener. Both leave a quarter of the process's descriptors for everything else."""
+    certificate_reload_s: float = 5.0
+    """The interval at which the frontend looks at the certificate's files."""
+    grace_s: int = 3
+    """The time that each part of a stop waits for the work under way. Open event streams never end, and a container is
+    killed after 10 s."""
     accept_timeout_s: float = 10.0
     """A worker's NATS loop answers at once, also while its engine is paused. The membership finds a hung one within
     8 s."""

@@ -61,7 +61,7 @@ def test_what_lasts_comes_first_where_the_trainer_ends(host: str, with_root: boo
 
 
 def lacks_nixl(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("rl_plane.transports.nixl.wire.have_nixl", lambda: False)
+    patch.setitem(sys.modules, "nixl", None)
 
 
 def lacks_torch_and_linux(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rl_plane._util.framing import read_frame, send_frame
+from rl_plane._util.framing import MAX_FRAME_BYTES, read_frame, send_frame
+from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.nixl import metadata_server
 from rl_plane.transports.nixl.metadata_server import MetadataServer
@@ -67,6 +68,14 @@ def test_half_a_request_is_closed_after_its_time(server: MetadataServer) -> None
     with connected(server) as stranger:
         stranger.sendall(b"\x00\x00\x00\x10half")
         assert stranger.recv(1) == b""
+
+
+def test_an_offer_too_long_to_be_read_is_refused(server: MetadataServer) -> None:
+    manifest = Manifest(pack([("a", TensorSpec("F32", (1,)))], 64))
+    with pytest.raises(InvalidRequest, match="manifest is too large") as caught:
+        server.offer("6" * 32, bytes(MAX_FRAME_BYTES), manifest, [[(1, 4)]])
+    assert caught.value.facts["field"] == "tensors"
+    assert answer(server, "6" * 32).keys() == {"error"}
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x00\x00\x00\x01\xc1"])
