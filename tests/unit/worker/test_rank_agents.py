@@ -22,6 +22,7 @@ import worker.receive.rank_agents.agent_messages as wire
 from rl_plane._util.framing import MAX_FRAME_BYTES, send_frame
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, PlaneError
+from tests.support.other_user import as_another_user
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_server import AgentServer, Method
 
@@ -69,11 +70,10 @@ def test_a_process_with_many_descriptors_calls_and_answers(serve: Serve) -> None
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_process_of_another_user_is_not_answered(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_another_user_is_not_answered(serve: Serve) -> None:
     client = serve(0, {"secret": lambda body, cancelled: "told"})
     assert client.ask("secret") == ["told"]
-    monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    with pytest.raises(EngineFailed, match=r"broke off|can't be reached"):
+    with as_another_user(), pytest.raises(EngineFailed, match=r"broke off|can't be reached"):
         client.ask("secret")
 
 
