@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 
+from rl_plane.commit.steps import SESSION_IDLE_S
 from rl_plane.protocol.generation import MAX_STREAMS
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S
 
@@ -36,6 +37,10 @@ class FrontendLimits:
     request that only this worker can serve waits for it, and then ends with an error that says to retry it."""
     worker_streams: int = MAX_STREAMS
     """Requests of all frontends at one worker. The worker itself refuses more than the default."""
+    session_idle_s: int = SESSION_IDLE_S
+    """An update that a trainer has prepared or begun ends if the trainer is silent for this long."""
+    held_idle_s: float = 120.0
+    """Tensors that a frontend holds until their update is whole are dropped if the trainer is silent for this long."""
     sessions: int = 65_536
     """The number of sessions that the router remembers, the latest ones: about 20 MB."""
     choices: int = 4096

@@ -72,7 +72,7 @@ class ServedComponent:
             options.limits,
             is_own=is_own,
         )
-        fleet = Fleet(client)
+        fleet = Fleet(client, options.limits.session_idle_s)
         fleet.liveness_timeout_s = options.liveness_timeout_s
         fleet.expected = options.expect if is_own else 0
         self.recovery = UpdateRecovery(fleet, view)

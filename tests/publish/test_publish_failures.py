@@ -120,10 +120,20 @@ async def test_a_worker_that_died_before_it_connected_is_not_waited_for(
     await asyncio.to_thread(publisher.close)
 
 
+@contextlib.contextmanager
+def no_threads() -> Iterator[None]:
+    """A publisher gets no further thread, because the process has too many."""
+
+    def refuse(_: Callable[[], object]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publishers, "on_thread", refuse)
+        yield
+
+
 @pytest.mark.parametrize("gathered", [False, True])
-async def test_a_publication_that_gets_no_thread_has_ended(
-    gathered: bool, plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_publication_that_gets_no_thread_has_ended(gathered: bool, plane: Plane) -> None:
     """The fleet's prepared update ends too."""
     plane.spawn()
     changing = Changing()
@@ -132,21 +142,14 @@ async def test_a_publication_that_gets_no_thread_has_ended(
     how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
     publisher = WeightPublisher(source, plane.url, transport="gloo", **how)
 
-    def no_thread(_: Callable[[], object]) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(publishers, "on_thread", no_thread)
-        with pytest.raises(RuntimeError, match="new thread"):
-            await publisher.publish_async("one")
+    with no_threads(), pytest.raises(RuntimeError, match="new thread"):
+        await publisher.publish_async("one")
     if not gathered:  # and what is under way is waited for all the same
         held = changing.source = Held(plane.model(2))
         before = publisher.publish("before", wait=False)
         await asyncio.to_thread(held.begun.wait, BOUND_S)
-        with monkeypatch.context() as patch:
-            patch.setattr(publishers, "on_thread", no_thread)
-            with pytest.raises(RuntimeError, match="new thread"):
-                publisher.publish("between", wait=False)
+        with no_threads(), pytest.raises(RuntimeError, match="new thread"):
+            publisher.publish("between", wait=False)
         assert publisher.latest is before
         held.go.set()
         await before.wait()

@@ -29,7 +29,6 @@ from frontend.dialects.sglang.groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Grou
 from frontend.dialects.sglang.open_sessions import Opened
 from frontend.server.shared_routes import Fields
 from rl_plane.bus.lock import POLL_S, read_holder
-from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
 from rl_plane.fleet.fleet import FORM_WAIT_S
 from rl_plane.protocol.record import KvPolicy, UpdateSession
@@ -167,7 +166,7 @@ class Updates:
         self._open_until = 0.0  # until the part has come
         with begun(NOT_POSSIBLE):
             reply = await self._context.calls.run("receive_weights_part", part, digest=digest)
-        self._open_until = time.monotonic() + SESSION_IDLE_S
+        self._open_until = time.monotonic() + self._context.session_idle_s
         # Call it after each part, because it extends the time of the update.
         if await self.waits_for_more(update_id, was_begun=was_begun):
             return reply
@@ -292,7 +291,7 @@ class Updates:
         if self.held or await self.session() is not None:
             raise Conflict("a weight update has begun already", fix="end_weight_update commits it")
         await self.opened.begin()
-        self._open_until = time.monotonic() + SESSION_IDLE_S
+        self._open_until = time.monotonic() + self._context.session_idle_s
 
     async def drop(self) -> None:
         """Drops what a trainer before has left half sent, because a trainer that forms a group begins anew.
