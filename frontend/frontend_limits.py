@@ -6,6 +6,7 @@ import resource
 from dataclasses import dataclass
 
 from rl_plane.commit.steps import SESSION_IDLE_S
+from rl_plane.fleet.fleet import FORM_WAIT_S
 from rl_plane.protocol.generation import MAX_STREAMS
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S
 
@@ -39,6 +40,8 @@ class FrontendLimits:
     """Requests of all frontends at one worker. The worker itself refuses more than the default."""
     session_idle_s: int = SESSION_IDLE_S
     """An update that a trainer has prepared or begun ends if the trainer is silent for this long."""
+    drop_wait_s: float = FORM_WAIT_S
+    """A trainer that forms a new group waits this long until the fleet has dropped its unfinished update."""
     held_idle_s: float = 120.0
     """Tensors that a frontend holds until their update is whole are dropped if the trainer is silent for this long."""
     sessions: int = 65_536

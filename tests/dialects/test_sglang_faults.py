@@ -157,11 +157,10 @@ async def test_a_trainer_that_begins_anew_does_not_join_what_it_has_left(plane: 
                 fine(await replay.form("second"))
             assert await send("second", 1, 2) == [None, "1"]
             await send("second", 2, 1)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(sglang_session, "FORM_WAIT_S", 0.0)
+            async with facade(plane, limits=FrontendLimits(drop_wait_s=0.0)) as hasty:
                 asked = {"master_address": HOST, "master_port": free_port(), "rank_offset": 1, "world_size": 3}
                 async with refused_before("abort_weights_update", Locked("taken", retry_after_s=1.0)):
-                    error = refused(await http.post("/init_weights_update_group", json=asked), 503)
+                    error = refused(await hasty.post("/init_weights_update_group", json=asked), 503)
                 assert error["code"] == "locked", "no worker has joined"
             fine(await replay.form("third"))
             assert await send("third", 2, 2) == [None, "2"]

@@ -37,13 +37,13 @@ from tests.support.frontend_process import (
     update,
 )
 from tests.support.lease_calls import follow, running, scripted, tell
-from tests.support.rollout_calls import LONG, PACE_S, delivered, rest, waiting
+from tests.support.rollout_calls import LONG, PACE_S, delivered, progressing, rest, waiting
 from tests.support.scripted_worker import Script, Stream, decide
 from tests.support.staged_streams import always, staged
 from tests.support.streaming_client import Streaming, http
 from worker.engines.fake.adapter import make_fake_adapter
 
-__all__ = ["delivered", "http", "waiting"]
+__all__ = ["delivered", "http", "progressing", "waiting"]
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -499,13 +499,17 @@ async def test_a_choice_that_waited_for_the_other_choices_must_still_meet_its_de
 @pytest.mark.parametrize(("demand", "then"), NO_LONGER_KEPT)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_prompt(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, stream: bool, demand: dict[str, Any], then: DecisionRecord
+    plane: Plane,
+    monkeypatch: pytest.MonkeyPatch,
+    progressing: list[GenerationProgress],
+    stream: bool,
+    demand: dict[str, Any],
+    then: DecisionRecord,
 ) -> None:
     """A slow reader: when it takes the first tokens, they are too old, and what follows was cut already."""
-    taken: list[int] = []
     calls: list[GenerationCall] = []
     decided, go = asyncio.Event(), asyncio.Event()
-    run, take = GenerationCall._events, GenerationProgress.take
+    run = GenerationCall._events
 
     async def slowly(call: GenerationCall) -> AsyncGenerator[tuple[int, Arrival], None]:
         calls.append(call)
@@ -514,30 +518,25 @@ async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_pro
                 yield event
                 await go.wait()
 
-    def noted(progress: GenerationProgress, delta: GenerateDelta) -> None:
-        take(progress, delta)
-        taken.extend(delta.token_ids)
-
     async def script(stream: Stream) -> None:
         await stream.send([1], span(1, 0, 1))
         await decided.wait()
         await stream.send([2])
 
     monkeypatch.setattr(GenerationCall, "_events", slowly)
-    monkeypatch.setattr(GenerationProgress, "take", noted)
     async with staged(plane) as stage:
         worker = await stage.worker(script, record(1))
         await stage.decide(record(1))
         body = {"prompt": None, "prompt_token_ids": PROMPT, "n": 2, "on_stale": "cut", **demand}
         asking = asyncio.create_task(stage.ask(**body, stream=stream, logprobs=1))
-        await plane.until(lambda: taken == [1, 1])
+        await plane.until(lambda: [progress.token_ids for progress in progressing] == [[1], [1]])
         (call,) = calls
         generation = call._service
         await stage.decide(then)
         await plane.until(lambda: generation.committed.sequence == 2)
         decided.set()
         async with asyncio.timeout(10):
-            for _ in taken:
+            for _ in progressing:
                 await worker.aborted.get()  # it was cut where its tokens come in
         go.set()
         reply = await asking

@@ -14,7 +14,6 @@ import msgpack
 import pytest
 from nats.aio.msg import Msg
 
-from frontend.completions.auto_tools import CallReader
 from frontend.completions.call import GenerationCall
 from frontend.completions.completion_routes import OPENAI
 from frontend.frontend_limits import FrontendLimits
@@ -24,6 +23,7 @@ from frontend.server.options import FrontendOptions
 from rl_plane.errors import Overloaded
 from rl_plane.protocol.generation import GATHER_S, MAX_PROMPT_LOGPROBS, GenerateDelta
 from rl_plane.protocol.subjects import RECORD, Subjects
+from tests.support.call_parsers import parse_calls
 from tests.support.faulty_bus import BusFaults
 from tests.support.frontend_process import (
     PROMPT,
@@ -70,9 +70,6 @@ async def test_a_choice_whose_calls_are_read_does_not_hold_up_the_others(
     tools = [{"type": "function", "function": {"name": "look"}}]
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
-    async def reads(*_: Any) -> bool:
-        return True
-
     async def calls_of(*_: Any) -> tuple[str, list[dict[str, Any]]]:
         reading.set()
         if fails:
@@ -88,8 +85,7 @@ async def test_a_choice_whose_calls_are_read_does_not_hold_up_the_others(
         yield GenerateDelta(token_ids=[2], text="a")
         yield GenerateDelta(token_ids=[3], text="b", finish_reason="length")
 
-    monkeypatch.setattr(CallReader, "reads", reads)
-    monkeypatch.setattr(CallReader, "calls_of", calls_of)
+    parse_calls(monkeypatch, calls_of)
     monkeypatch.setattr(GenerationCall, "_choice_events", choice_events)
     options = FrontendOptions(plane.url, plane.namespace, plane.component)
     async with Frontend.running(options) as running:

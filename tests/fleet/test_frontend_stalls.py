@@ -17,7 +17,6 @@ from frontend.routing.fleet_status import FleetStatus, WorkerStatus
 from frontend.routing.progress import GenerationProgress
 from frontend.server import listeners
 from rl_plane.bus.token_stream import IncomingStream, StreamSender
-from rl_plane.protocol.generation import GenerateDelta
 from rl_plane.protocol.record import DecisionRecord
 from tests.support.committed_records import record, span
 from tests.support.frontend_process import (
@@ -30,7 +29,7 @@ from tests.support.frontend_process import (
     until_running,
     update,
 )
-from tests.support.rollout_calls import delivered
+from tests.support.rollout_calls import delivered, progressing
 from tests.support.scripted_worker import Stream
 from tests.support.staged_streams import staged
 from worker.engines.fake.adapter import fake_token
@@ -39,7 +38,7 @@ from worker.generation_service import MAX_TOKENS
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
-__all__ = ["delivered"]
+__all__ = ["delivered", "progressing"]
 
 TOKENS = 4000
 TOPS = 20
@@ -142,16 +141,14 @@ async def test_tokens_that_waited_for_a_slow_reader_must_still_meet_max_lag(
     plane: Plane,
     few: httpx.AsyncHTTPTransport,
     delivered: list[Choice],
-    monkeypatch: pytest.MonkeyPatch,
+    progressing: list[GenerationProgress],
     on_stale: str,
 ) -> None:
     """The tokens met the demand when they left the worker. When the reader continues they do not."""
-    judged, keep = {0: 0, 1: 0}, GenerationProgress.take
 
-    def kept(progress: GenerationProgress, delta: GenerateDelta) -> None:
-        keep(progress, delta)
-        if delta.finish_reason is None:
-            judged[int(progress.request.id[-1])] = len(progress.token_ids)
+    def judged(index: int) -> int:
+        """The tokens of a choice that have met the demand."""
+        return max((len(one.token_ids) for one in progressing if one.request.id.endswith(f"-{index}")), default=0)
 
     async def script(stream: Stream) -> None:
         if stream.body["sequence"] == 2:
@@ -160,10 +157,9 @@ async def test_tokens_that_waited_for_a_slow_reader_must_still_meet_max_lag(
         index = int(stream.body["id"][-1])
         for count in range(1, CHUNKS + 1):  # each by itself, as what comes together is sent together
             await stream.send([1] * OF_A_CHUNK, span(1, 0, count * OF_A_CHUNK))
-            await plane.until(lambda count=count: judged[index] == count * OF_A_CHUNK)
+            await plane.until(lambda count=count: judged(index) == count * OF_A_CHUNK)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(GenerationProgress, "take", kept)
     body = {"prompt": "hi", "n": 2, "stream": True, "return_token_ids": True, "max_lag": 0, "on_stale": on_stale}
     async with staged(plane) as stage:
         worker = await stage.worker(script, record(1))
@@ -174,7 +170,7 @@ async def test_tokens_that_waited_for_a_slow_reader_must_still_meet_max_lag(
         ):
             lines = response.aiter_lines()
             events = [await next_event(lines)]
-            await plane.until(lambda: set(judged.values()) == {CHUNKS * OF_A_CHUNK})
+            await plane.until(lambda: judged(0) == judged(1) == CHUNKS * OF_A_CHUNK)
             sent = sum(len(choice.token_ids) for choice in delivered)
             assert 0 < sent < CHUNKS * OF_A_CHUNK  # the rest waits in the queue
             await stage.decide(record(2))

@@ -60,12 +60,15 @@ class CurrentGpu(threading.local):
     """Stands in for `torch.cuda`: it has one current GPU for each thread."""
 
     number = 0
+    has_failed = False
 
     def set_in(self, patch: pytest.MonkeyPatch) -> None:
         from torch import cuda
 
         @contextlib.contextmanager
         def device(number: int) -> Iterator[None]:
+            if self.has_failed:
+                raise RuntimeError("CUDA error: device-side assert triggered")
             before, self.number = self.number, number
             yield
             self.number = before
@@ -73,6 +76,10 @@ class CurrentGpu(threading.local):
         patch.setattr(cuda, "is_initialized", lambda: True)
         patch.setattr(cuda, "current_device", lambda: self.number)
         patch.setattr(cuda, "device", device)
+
+
+class FailedGpu(CurrentGpu):
+    has_failed = True
 
 
 class OnGpu(Gathering):
@@ -126,12 +133,7 @@ async def test_what_is_read_on_another_thread_is_read_by_the_callers_gpu(
 
 def test_a_failed_gpu_is_reported_by_the_code_that_reads_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The readers end what they have begun. A thread that raised before it called them would leave that undone."""
-    CurrentGpu().set_in(monkeypatch)
-
-    def failed(number: int) -> Any:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr("torch.cuda.device", failed)
+    FailedGpu().set_in(monkeypatch)
     outcome: Future[str] = Future()
     on_thread(lambda: outcome.set_result("read"))
     assert outcome.result(BOUND_S) == "read"

@@ -30,7 +30,6 @@ from frontend.dialects.sglang.open_sessions import Opened
 from frontend.server.shared_routes import Fields
 from rl_plane.bus.lock import POLL_S, read_holder
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
-from rl_plane.fleet.fleet import FORM_WAIT_S
 from rl_plane.protocol.record import KvPolicy, UpdateSession
 from rl_plane.protocol.update_requests import MAX_PART_TENSORS
 from rl_plane.protocol.validation import PRINTABLE, Label
@@ -300,7 +299,7 @@ class Updates:
         self._receiving, self._open_until = None, 0.0
         self.held.drop()
         await self.opened.end(committed=False)
-        give_up = time.monotonic() + FORM_WAIT_S
+        give_up = time.monotonic() + self._context.generation.limits.drop_wait_s
         while (session := await self.session()) is not None:
             try:
                 await self._context.calls.run("abort_weights_update", {"update_id": session.update_id})

@@ -67,6 +67,9 @@ class BreakingFrontend(ThreadingHTTPServer):
         """The query and the last event of each reader."""
         super().__init__(("127.0.0.1", 0), _Breaking)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints nothing: an interrupted reader resets its connection."""
+
 
 class _Breaking(BaseHTTPRequestHandler):
     server: BreakingFrontend
