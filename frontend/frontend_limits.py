@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 
+from rl_plane.commit.steps import SESSION_IDLE_S
+from rl_plane.fleet.fleet import FORM_WAIT_S
 from rl_plane.protocol.generation import MAX_STREAMS
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S
 
@@ -12,6 +15,16 @@ from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S
 class FrontendLimits:
     """The limits of one frontend. Each default is right for every fleet; another value is for tests and experiments."""
 
+    head_timeout_s: float = 10.0
+    """From the connection, or from the first byte of a further request, to the end of its head. Until then no key is
+    known. A client sends a head at once."""
+    connections: int = max(64, min(16_384, resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 8))
+    """The bound of one listener. Both leave a quarter of the process's descriptors for everything else."""
+    certificate_reload_s: float = 5.0
+    """The interval at which the frontend looks at the certificate's files."""
+    grace_s: int = 3
+    """The time that each part of a stop waits for the work under way. Open event streams never end, and a container is
+    killed after 10 s."""
     accept_timeout_s: float = 10.0
     """A worker's NATS loop answers at once, also while its engine is paused. The membership finds a hung one within
     8 s."""
@@ -25,6 +38,12 @@ class FrontendLimits:
     request that only this worker can serve waits for it, and then ends with an error that says to retry it."""
     worker_streams: int = MAX_STREAMS
     """Requests of all frontends at one worker. The worker itself refuses more than the default."""
+    session_idle_s: int = SESSION_IDLE_S
+    """An update that a trainer has prepared or begun ends if the trainer is silent for this long."""
+    drop_wait_s: float = FORM_WAIT_S
+    """A trainer that forms a new group waits this long until the fleet has dropped its unfinished update."""
+    held_idle_s: float = 120.0
+    """Tensors that a frontend holds until their update is whole are dropped if the trainer is silent for this long."""
     sessions: int = 65_536
     """The number of sessions that the router remembers, the latest ones: about 20 MB."""
     choices: int = 4096

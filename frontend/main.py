@@ -25,13 +25,14 @@ from frontend.dialects.common.dynamo_discovery import with_discovery
 from frontend.dialects.common.fleet_as_one import dialect_error
 from frontend.facade.events import FleetEvents
 from frontend.facade.facade_routes import add_facade_routes, add_own_routes
+from frontend.frontend_limits import FrontendLimits
 from frontend.metrics.frontend_metrics import FrontendFacts, FrontendMetrics
 from frontend.pooling.pooling_routes import add_pooling_routes
 from frontend.records.record_writer import RecordWriter
 from frontend.served_component import ServedComponent, start_all, stop_all
 from frontend.server.api import Api
 from frontend.server.listener_keys import KeyFile, Keys
-from frontend.server.listeners import GRACE_S, Certificate, Server, bind, url_of
+from frontend.server.listeners import Certificate, Server, bind, url_of
 from frontend.server.options import FrontendOptions
 from frontend.server.shared_routes import SharedRoutes
 from rl_plane._util.processes import exit_within
@@ -48,8 +49,9 @@ from rl_plane.protocol.http_keys import Caller, Role
 log = logging.getLogger("frontend")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-EXIT_MARGIN_S = 5.0 * GRACE_S
-"""The time beyond the drain. An orderly end has three graces: the listeners', the fleet subject's and the updates'."""
+EXIT_GRACES = 5
+"""The time beyond the drain, in graces. An orderly end has three: the listeners', the fleet subject's and the
+updates'."""
 
 OnReady = Callable[[dict[str, Any]], None]
 
@@ -213,9 +215,12 @@ async def serve(
                 "rl_url": url_of(rl, scheme) if rl else None,
                 "http_url": url_of(http, scheme) if http else None,
             }
-            stop = _Stop(options.drain_s)
+            limits = options.limits
+            stop = _Stop(options.drain_s, EXIT_GRACES * limits.grace_s)
             try:
-                await _serve(apps, lambda: on_ready(urls) if on_ready else None, frontend, stop, certificate)
+                await _serve(
+                    apps, lambda: on_ready(urls) if on_ready else None, frontend, stop, certificate, limits
+                )
             finally:
                 await shared.close()
 
@@ -238,13 +243,15 @@ def _keys(own: str | None, role: Role, file: KeyFile | None) -> Keys:
 class _Stop:
     """The stop that signals request. The first signal drains, the second one stops at once."""
 
-    def __init__(self, drain_s: float) -> None:
+    def __init__(self, drain_s: float, exit_margin_s: float) -> None:
+        """`exit_margin_s`: the time that the stop may take after the drain, before the process is ended."""
         self.drain_s = drain_s
+        self._exit_margin_s = exit_margin_s
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
 
     def on_signal(self) -> None:
-        exit_within(self.drain_s + EXIT_MARGIN_S)
+        exit_within(self.drain_s + self._exit_margin_s)
         (self.at_once if self.asked.is_set() else self.asked).set()
 
 
@@ -254,9 +261,14 @@ async def _serve(
     frontend: Frontend,
     stop: _Stop,
     certificate: Certificate | None,
+    limits: FrontendLimits,
 ) -> None:
-    servers = [Server(app, certificate) for app, _ in apps]
-    follower = asyncio.create_task(certificate.follow(), name="certificate") if certificate is not None else None
+    servers = [Server(app, certificate, limits) for app, _ in apps]
+    follower = (
+        asyncio.create_task(certificate.follow(limits.certificate_reload_s), name="certificate")
+        if certificate is not None
+        else None
+    )
     runs = [
         asyncio.create_task(server.serve([listener]), name="listener")
         for server, (_, listener) in zip(servers, apps, strict=True)

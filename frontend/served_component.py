@@ -20,7 +20,6 @@ from frontend.routing.departures import Departures
 from frontend.routing.engine_client import EngineClient
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.routing_lease import FrontendLease
-from frontend.server.listeners import GRACE_S
 from frontend.server.options import FrontendOptions
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.token_stream import StreamReceiver
@@ -73,7 +72,7 @@ class ServedComponent:
             options.limits,
             is_own=is_own,
         )
-        fleet = Fleet(client)
+        fleet = Fleet(client, options.limits.session_idle_s)
         fleet.liveness_timeout_s = options.liveness_timeout_s
         fleet.expected = options.expect if is_own else 0
         self.recovery = UpdateRecovery(fleet, view)
@@ -85,6 +84,7 @@ class ServedComponent:
         self.reading = FleetService(
             client.bus, view.subjects.fleet_read, self.calls, reads=True, max_calls=options.limits.fleet_calls
         )
+        self._grace_s = options.limits.grace_s
         self._running = AsyncExitStack()
 
     async def start(self) -> None:
@@ -109,11 +109,11 @@ class ServedComponent:
             stack.push_async_callback(self.lease.stop)
         await self.recovery.start()
         stack.push_async_callback(self.recovery.stop)
-        stack.push_async_callback(self.calls.close, GRACE_S)
+        stack.push_async_callback(self.calls.close, self._grace_s)
         await self.service.start()
-        stack.push_async_callback(self.service.stop, GRACE_S)
+        stack.push_async_callback(self.service.stop, self._grace_s)
         await self.reading.start()
-        stack.push_async_callback(self.reading.stop, GRACE_S)
+        stack.push_async_callback(self.reading.stop, self._grace_s)
 
     async def stop(self) -> None:
         await self._running.aclose()

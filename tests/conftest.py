@@ -25,14 +25,14 @@ import psutil
 import pytest
 import pytest_asyncio
 
-import rl_plane.weights.checkpoint as checkpoints
 from rl_plane.bus.lock import LOCK_TIMINGS, LockTimings
 from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.worker_calls import BusConnector
 from rl_plane.transports.base import TransportContext
-from rl_plane.transports.filesystem.receiver import FilesystemTransport
+from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
+from rl_plane.weights.checkpoint import Kind
 from tests.support.range_server import RangeServer
 from tests.support.zygote import fork_module, start_zygote
 from worker.engines.fake.adapter import make_fake_model
@@ -349,9 +349,17 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
+class OneByOne(FilesystemTransport):
+    """Reads each tensor in a run of its own."""
+
+    def open(self, request: Mapping[str, Any], kind: Kind) -> FilesystemDelivery:
+        delivery = super().open(request, kind)
+        delivery.checkpoint.run_bytes = 1
+        return delivery
+
+
 @pytest.fixture(params=["at once", "one by one"])
-def transport(root: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FilesystemTransport:
+def transport(root: Path, request: pytest.FixtureRequest) -> FilesystemTransport:
     """A transport that reads small files in one run, or each tensor in a run of its own on another thread."""
-    if request.param == "one by one":
-        monkeypatch.setattr(checkpoints, "RUN_BYTES", 1)
-    return FilesystemTransport(TransportContext((root,)))
+    kind = OneByOne if request.param == "one by one" else FilesystemTransport
+    return kind(TransportContext((root,)))

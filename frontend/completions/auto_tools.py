@@ -51,8 +51,18 @@ class Parsers:
 class CallReader:
     """Reads the calls in finished texts, by any worker that has a parser."""
 
-    def __init__(self, client: RlClient, view: MembershipView, status: FleetStatus) -> None:
+    def __init__(
+        self,
+        client: RlClient,
+        view: MembershipView,
+        status: FleetStatus,
+        *,
+        read_s: float = READ_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
         self._client = client
+        self._read_s = read_s
+        self._retry_s = retry_s
         self._view = view
         self._status = status
         self._known: Parsers | None = None
@@ -112,12 +122,12 @@ class CallReader:
     async def _ask(self, token_ids: list[int], tools: AutoTools) -> dict[str, Any] | None:
         """The reply of a worker with a parser, once one has time. None: no worker has a parser."""
         body = {"tokens": token_ids, "tools": list(tools.tools)}
-        give_up_at = time.monotonic() + READ_S
+        give_up_at = time.monotonic() + self._read_s
         while members := self._parsers().members:
             try:
                 return await ask_any(self._client, self._status, members, OP, body)
             except (Unavailable, DeadlineExceeded):
-                if time.monotonic() + RETRY_S > give_up_at:
+                if time.monotonic() + self._retry_s > give_up_at:
                     raise
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self._retry_s)
         return None

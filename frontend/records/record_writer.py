@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,11 +38,25 @@ class RecordWriter:
         InvalidRequest: by `start`, if the folder can't be written, or another frontend records there.
     """
 
-    def __init__(self, folder: Path, files: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        files: int,
+        *,
+        file_bytes: int = FILE_BYTES,
+        queued_tokens: int = MAX_QUEUED_TOKENS,
+        retry_s: float = RETRY_S,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """`clock`: the time that names the files, in nanoseconds."""
         self.counts = {"written": 0, "dropped": 0, "failed": 0}
         """Records by what became of them. `dropped`: the queue was full. `failed`: the disk refused them."""
         self._folder = folder
         self._files = files
+        self._file_bytes = file_bytes
+        self._queued_tokens = queued_tokens
+        self._retry_s = retry_s
+        self._clock = clock
         self._queue: queue.SimpleQueue[RolloutRecord | None] = queue.SimpleQueue()
         self._queued = self._taken = 0
         """Tokens that were queued, and that the thread has taken. Each side writes one of the two."""
@@ -72,14 +87,14 @@ class RecordWriter:
                 field="record",
                 fix="give a folder to write in",
             ) from error
-        size = self._files * FILE_BYTES >> 20
+        size = self._files * self._file_bytes >> 20
         log.info("completions are recorded in %s: %d files, %d MiB at most", self._folder, self._files, size)
         self._thread.start()
 
     def put(self, record: RolloutRecord) -> None:
         """Queues a record, or drops it. Returns at once. Only one thread may call it."""
         tokens = record.tokens
-        if self._closed or self._queued - self._taken + tokens > MAX_QUEUED_TOKENS:
+        if self._closed or self._queued - self._taken + tokens > self._queued_tokens:
             self.counts["dropped"] += 1
             self._dropping.warning("a rollout record was dropped: %s takes them too slowly", self._folder)
             return
@@ -109,7 +124,7 @@ class RecordWriter:
         self._close_file()
 
     def _take(self, record: RolloutRecord) -> None:
-        if self._failed_at is not None and time.monotonic() < self._failed_at + RETRY_S:
+        if self._failed_at is not None and time.monotonic() < self._failed_at + self._retry_s:
             self.counts["failed"] += 1
             return
         try:
@@ -125,13 +140,13 @@ class RecordWriter:
         self._buffered += 1
         if self._file is None:
             self._make_room()
-            name = self._folder / f"rollouts-{time.time_ns() // 1_000_000:013d}.jsonl"
+            name = self._folder / f"rollouts-{self._clock() // 1_000_000:013d}.jsonl"
             flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
             self._file = os.fdopen(os.open(name, flags, 0o600), "ab")
             self._size = 0
         self._size += len(line)
         self._file.write(line)
-        is_full = self._size >= FILE_BYTES
+        is_full = self._size >= self._file_bytes
         if is_full or self._queue.empty():
             self._flush()
         if is_full:
@@ -162,7 +177,7 @@ class RecordWriter:
                 "generation continues",
                 self._folder,
                 error.strerror or error,
-                RETRY_S,
+                self._retry_s,
             )
         self._failed_at = time.monotonic()
         self._close_file()  # its last line may be cut off, so the next record begins another file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 from nats.aio.msg import Msg
 
@@ -39,8 +40,10 @@ WHY = {
 class Departures:
     """The workers that have left since the start."""
 
-    def __init__(self, view: MembershipView, status: FleetStatus) -> None:
+    def __init__(self, view: MembershipView, status: FleetStatus, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: Unix seconds."""
         self.counts = {reason: 0 for reason in WHY if reason != NO_MEMBER}
+        self._clock = clock
         self._view = view
         self._status = status
         self._left: deque[tuple[Member, float, str, str]] = deque(maxlen=KEPT)
@@ -76,7 +79,7 @@ class Departures:
             # A worker may end again and again. Its new end replaces the one before, so other workers keep their place.
             others = [one for one in self._left if (one[0].instance_id, one[2]) != (instance_id, NO_MEMBER)]
             self._left = deque(others, maxlen=KEPT)
-            self._left.append((process, time.time(), NO_MEMBER, WHY[NO_MEMBER]))
+            self._left.append((process, self._clock(), NO_MEMBER, WHY[NO_MEMBER]))
 
     def _exit_code(self, member: Member) -> int | None:
         pid = member.info.get("pid")
@@ -100,11 +103,11 @@ class Departures:
             reason = "connection" if closed else "silent"
         self.counts[reason] += 1
         why = f"{WHY[reason]} ({reasons['engine'][:MAX_WHY_CHARS]})" if reason == "engine" else WHY[reason]
-        self._left.append((before, time.time(), reason, why))
+        self._left.append((before, self._clock(), reason, why))
 
     def recent(self) -> list[LeftWorker]:
         """The workers that have left in the last hour, newest first."""
-        now, here = time.time(), {member.instance_id for member in self._view.snapshot()}
+        now, here = self._clock(), {member.instance_id for member in self._view.snapshot()}
         return [
             LeftWorker(
                 instance_id=member.instance_id,

@@ -44,9 +44,10 @@ _MEDIUM = ThreadPoolExecutor(1, "medium-body")
 _LARGE = ThreadPoolExecutor(1, "large-body")
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """Reads and parses a body of at most MAX_BODY_BYTES. An empty body is an empty object."""
-    return await _parsed(await _read_body(request, MAX_BODY_BYTES, None))
+async def read_json(request: Request, within_s: float = BODY_TIMEOUT_S) -> dict[str, Any]:
+    """Reads and parses a body of at most MAX_BODY_BYTES. An empty body is an empty object. Raises InvalidRequest if the
+    body is not there within `within_s`."""
+    return await _parsed(await _read_body(request, MAX_BODY_BYTES, None, within_s))
 
 
 class LargeBodyPlace:
@@ -79,7 +80,7 @@ class LargeBodyPlace:
 async def read_hashed(request: Request, max_bytes: int, place: LargeBodyPlace) -> tuple[dict[str, Any], str]:
     """Reads and parses the body, and adds the hash by which `InFlight` recognises an equal one. `null` is an empty
     object."""
-    data = await _read_body(request, max_bytes, place)
+    data = await _read_body(request, max_bytes, place, BODY_TIMEOUT_S)
     digest = await asyncio.to_thread(lambda: hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest())
     return ({} if data[:8].strip() == b"null" else await _parsed(data)), digest
 
@@ -114,7 +115,7 @@ def _check_brackets(data: bytearray) -> None:
         )
 
 
-async def _read_body(request: Request, max_bytes: int, place: LargeBodyPlace | None) -> bytearray:
+async def _read_body(request: Request, max_bytes: int, place: LargeBodyPlace | None, within_s: float) -> bytearray:
     most = max(max_bytes, MAX_DISCARD_BYTES)
     stated = request.headers.get("content-length", "0")
     size = int(stated) if stated.isascii() and stated.isdigit() else 0
@@ -123,7 +124,7 @@ async def _read_body(request: Request, max_bytes: int, place: LargeBodyPlace | N
         raise _too_large(size, max_bytes)
     data, read = bytearray(), 0
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S) as limit:
+        async with asyncio.timeout(within_s) as limit:
             async for chunk in request.stream():
                 read += len(chunk)
                 if read > most:
@@ -135,11 +136,11 @@ async def _read_body(request: Request, max_bytes: int, place: LargeBodyPlace | N
                 if len(data) > MAX_BODY_BYTES and place is not None:
                     limit.reschedule(None)  # waiting for a place is not the client's fault
                     await place.occupy()
-                    limit.reschedule(asyncio.get_running_loop().time() + BODY_TIMEOUT_S)
+                    limit.reschedule(asyncio.get_running_loop().time() + within_s)
                     data, place = LargeMemory(data), None
     except TimeoutError as error:
         raise InvalidRequest(
-            f"the body was not there within {BODY_TIMEOUT_S:g} s", field="body", fix="send it at once"
+            f"the body was not there within {within_s:g} s", field="body", fix="send it at once"
         ) from error
     if read > max_bytes:
         raise _too_large(read, max_bytes)

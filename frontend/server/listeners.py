@@ -7,7 +7,6 @@ import contextlib
 import errno
 import ipaddress
 import logging
-import resource
 import socket
 import ssl
 from collections.abc import Iterator
@@ -19,21 +18,12 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from rl_plane.errors import InvalidRequest
 
 log = logging.getLogger("frontend.server.listeners")
 
 BACKLOG = 2048
-HEAD_TIMEOUT_S = 10.0
-"""From the connection, or from the first byte of a further request, to the end of its head. Until then no key is
-known. A client sends a head at once."""
-MAX_CONNECTIONS = max(64, min(16_384, resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 8))
-"""The bound of one listener. Both leave a quarter of the process's descriptors for everything else."""
-CERTIFICATE_RELOAD_S = 5.0
-"""Seconds between two looks at the certificate's files."""
-GRACE_S = 3
-"""The time that each part of a stop waits for the work under way. Open event streams never end, and a container is
-killed after 10 s."""
 KEEP_ALIVE_S = 30
 """Longer than uvicorn's 5 s, because a trainer's step lies between two of its calls."""
 
@@ -121,12 +111,13 @@ class _Joined:
 class _Heads:
     """The connections of one listener that wait for the head of a request, the oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: FrontendLimits) -> None:
+        self.limits = limits
         self.waiting: dict[_Protocol, asyncio.TimerHandle] = {}
 
     def wait(self, connection: _Protocol) -> None:
         if connection not in self.waiting:
-            timer = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, connection.close_silent)
+            timer = asyncio.get_running_loop().call_later(self.limits.head_timeout_s, connection.close_silent)
             self.waiting[connection] = timer
 
     def end(self, connection: _Protocol) -> None:
@@ -135,7 +126,7 @@ class _Heads:
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1 over a joining transport. A stranger's connections last HEAD_TIMEOUT_S, and their number is bounded."""
+    """HTTP/1.1 over a joining transport. A stranger's connections last `head_timeout_s`, and are bounded in number."""
 
     @property
     def _heads(self) -> _Heads:
@@ -144,7 +135,7 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Joined(transport))  # type: ignore[arg-type]
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self._heads.limits.connections:
             # The oldest connection without a request makes room. If each has one, there is no room.
             next(iter(self._heads.waiting), self).close_silent()
         if not self.transport.is_closing():
@@ -192,11 +183,11 @@ class Certificate:
     def _stamps(self) -> tuple[tuple[int, int], ...]:
         return tuple((found.st_mtime_ns, found.st_ino) for found in (file.stat() for file in self._files))
 
-    async def follow(self) -> None:
-        """Reloads the files when they change, until the task is cancelled."""
+    async def follow(self, every_s: float) -> None:
+        """Reloads the files when they change, until the task is cancelled. `every_s`: seconds between two looks."""
         failed = ""
         while True:
-            await asyncio.sleep(CERTIFICATE_RELOAD_S)
+            await asyncio.sleep(every_s)
             try:
                 self.reload()
                 failed = ""
@@ -232,7 +223,9 @@ def _server_context(certificate: Path, key: Path) -> ssl.SSLContext:
 class Server(uvicorn.Server):
     """A uvicorn server that handles no signals, because two servers run, and says when it accepts connections."""
 
-    def __init__(self, app: Starlette, certificate: Certificate | None = None) -> None:
+    def __init__(
+        self, app: Starlette, certificate: Certificate | None = None, limits: FrontendLimits = LIMITS
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=_Protocol,
@@ -243,10 +236,10 @@ class Server(uvicorn.Server):
             server_header=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
+            timeout_graceful_shutdown=limits.grace_s,
         )
         config.load()
-        config.heads = _Heads()  # type: ignore[attr-defined]
+        config.heads = _Heads(limits)  # type: ignore[attr-defined]
         if certificate is not None:
             config.ssl = certificate.context
         super().__init__(config)

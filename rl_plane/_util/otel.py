@@ -169,11 +169,11 @@ class SpanSender(SpanProcessor):
                 self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
                 self._thread.start()
 
-    def close(self) -> None:
-        """Sends what is queued, for at most CLOSE_S. It blocks."""
+    def close(self, within_s: float = CLOSE_S) -> None:
+        """Sends what is queued, for at most `within_s`. It blocks."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(CLOSE_S)
+            self._thread.join(within_s)
         self._stop_send()
 
     # ---- the thread ----

@@ -72,7 +72,8 @@ TIMED = frozenset({"prepare", "receive", "gate", "commit", "roll", "leases", "op
 
 
 class Coordinator:
-    """Carries out one command under the lock. `journal` gets its entry when work begins. `clock`: monotonic seconds."""
+    """Carries out one command under the lock. `journal` gets its entry when work begins. `clock`: monotonic seconds.
+    `stop_s`: the longest wait in seconds for workers that receive and are told to stop."""
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class Coordinator:
         held: HeldLock,
         journal: Journal | None = None,
         clock: Callable[[], float] | None = None,
+        stop_s: float = STOP_S,
     ) -> None:
         self.phases: dict[str, float] = {}
         """Phase → seconds."""
@@ -91,6 +93,7 @@ class Coordinator:
         self._held = held
         self._journal = journal
         self._clock = clock or time.monotonic
+        self._stop_s = stop_s
         self._state = view.subjects.state
         self._record = SealedRecord(calls.bus, view.subjects.state, held)
         self._announced_at = 0.0
@@ -235,7 +238,7 @@ class Coordinator:
         needs: Needs,
     ) -> list[WorkerReply]:
         """Sends the op to workers that an update needs. When the failures decide that it can't be committed, this tells
-        all of them to stop, and waits STOP_S for their replies. The first failure comes first: it may be the cause of
+        all of them to stop, and waits `stop_s` for their replies. The first failure comes first: it may be the cause of
         others."""
         members = self._members_among(workers)
         failed = set(workers) - {member.instance_id for member in members}
@@ -257,7 +260,7 @@ class Coordinator:
         async def stop_all() -> None:
             await lost.wait()
             with contextlib.suppress(PlaneError):  # the caller aborts once more
-                await self._ask_members("abort_update", {"update_id": needs.update_id}, members, STOP_S)
+                await self._ask_members("abort_update", {"update_id": needs.update_id}, members, self._stop_s)
 
         asking = asyncio.create_task(
             self._calls.ask(self._view, members, op, dict(body), timeout_s, self._held, heard, each)
@@ -267,13 +270,13 @@ class Coordinator:
         try:
             await asyncio.wait((asking, losing), return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
-                await asyncio.wait((asking, stopping), timeout=STOP_S)
+                await asyncio.wait((asking, stopping), timeout=self._stop_s)
             if asking.done():
                 for reply in asking.result():  # also a row for each worker that was silent until the time-out
                     replies.setdefault(reply.instance_id, reply)
         finally:
             await end_tasks((asking, stopping, losing))
-        rows = [replies.get(member.instance_id) or _still_stopping(member) for member in members]
+        rows = [replies.get(member.instance_id) or _still_stopping(member, self._stop_s) for member in members]
         return sorted(rows, key=lambda reply: reply.instance_id not in first[:1])
 
     async def _ask_members(
@@ -385,8 +388,8 @@ def _bound_s(instruction: Instruction) -> float | None:
     return None
 
 
-def _still_stopping(member: Member) -> WorkerReply:
-    error = UpdateAborted(f"it was told to stop, and has not answered within {STOP_S:g} s", field="update_id")
+def _still_stopping(member: Member, within_s: float) -> WorkerReply:
+    error = UpdateAborted(f"it was told to stop, and has not answered within {within_s:g} s", field="update_id")
     return WorkerReply(member.instance_id, member.incarnation, "error", error=error, stopped=True)
 
 

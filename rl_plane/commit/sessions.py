@@ -56,9 +56,6 @@ from rl_plane.protocol.record import DecisionRecord, UpdateSession
 from rl_plane.protocol.update_requests import Part, UpdatePolicy, UpdateWeights
 from rl_plane.transports.group.broadcast_plan import pieces
 
-SESSION_IDLE_S = 120
-"""A prepared update is aborted when its trainer has been silent for this long, because its staging takes as much memory
-as a model. A call that waits for the lock is not silence (`session_keepalive.py`)."""
 LEAST_PART_S = 1.0
 """The time-out of a piece whose part has no time left: its worker then reports that it did not come."""
 PART_MARGIN_S = 5.0
@@ -97,7 +94,7 @@ def prepare_only(state: CommandState) -> Steps:
         prepared.digest,
         prepared.refetchable,
         prepared.ready,
-        SESSION_IDLE_S + (int(body.policy.prepare_timeout_s) if body.pushed else 0),
+        state.command.session_idle_s + (int(body.policy.prepare_timeout_s) if body.pushed else 0),
     )
     try:
         yield SaveSession(session)

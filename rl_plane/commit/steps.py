@@ -299,6 +299,11 @@ class PartReceived:
 Result = Outcome | Prepared | PartReceived | UpdateSession
 
 
+SESSION_IDLE_S = 120
+"""A prepared update is aborted when its trainer has been silent for this long, because its staging takes as much memory
+as a model. A call that waits for the lock is not silence (`session_keepalive.py`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateCommand:
     """A command to a coordinator."""
@@ -323,3 +328,5 @@ class UpdateCommand:
     """For `complete` of an update that was decided: the policy's value, which the ended session does not have."""
     before: VersionSource | None = None
     """For a roll-back to a delta or a partial version: the source of the version that it changed."""
+    session_idle_s: int = SESSION_IDLE_S
+    """For `prepare`: the seconds after which the update ends if its trainer is silent."""

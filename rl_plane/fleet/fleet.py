@@ -20,6 +20,7 @@ from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock
 from rl_plane.bus.state_store import read_memory, read_pause
 from rl_plane.commit.history import read_history
 from rl_plane.commit.running_update import read_running, with_workers
+from rl_plane.commit.steps import SESSION_IDLE_S
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -90,9 +91,10 @@ Handler = Callable[[FleetCall[Any]], Awaitable[dict[str, Any]]]
 class Fleet:
     """The fleet's ops over one connection. Methods may be called concurrently."""
 
-    def __init__(self, client: WorkerCalls) -> None:
+    def __init__(self, client: WorkerCalls, session_idle_s: int = SESSION_IDLE_S) -> None:
+        """`session_idle_s`: the seconds after which a prepared update ends if its trainer is silent."""
         self.client = client
-        self.updates = updates = FleetUpdates(client)
+        self.updates = updates = FleetUpdates(client, session_idle_s)
         self.expected = 0
         """The number of workers that must serve before the client's own component is ready. A call's `min_workers`
         counts instead."""

@@ -17,7 +17,7 @@ from rl_plane.commit.journal import Journal
 from rl_plane.commit.past_versions import before_of, rollback_target, source_of, target_of
 from rl_plane.commit.rules import committed_already, newest, one_model
 from rl_plane.commit.session_keepalive import lock_with_keepalive
-from rl_plane.commit.steps import Members, Outcome, PartReceived, Prepared, UpdateCommand
+from rl_plane.commit.steps import SESSION_IDLE_S, Members, Outcome, PartReceived, Prepared, UpdateCommand
 from rl_plane.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -44,8 +44,10 @@ CANCEL_POLL_S = 0.1
 class FleetUpdates:
     """The handlers of the ops that change the fleet's weights."""
 
-    def __init__(self, calls: WorkerCalls) -> None:
+    def __init__(self, calls: WorkerCalls, session_idle_s: int = SESSION_IDLE_S) -> None:
+        """`session_idle_s`: the seconds after which a prepared update ends if its trainer is silent."""
         self._calls = calls
+        self._session_idle_s = session_idle_s
 
     async def update(self, call: FleetCall[update_requests.UpdateCall]) -> dict[str, Any]:
         """Commits new weights on the whole fleet, or on no worker."""
@@ -183,7 +185,7 @@ class FleetUpdates:
                 await journal.settle_own()
             try:
                 prepared = await Coordinator(self._calls, call.view, held, journal).run(
-                    UpdateCommand("prepare", call.request_id, body)
+                    UpdateCommand("prepare", call.request_id, body, session_idle_s=self._session_idle_s)
                 )
             except PlaneError as error:
                 await journal.failed(error)

@@ -37,8 +37,6 @@ log = logging.getLogger("rl_plane.publish")
 ATTEMPTS = 3
 """The number of times that an op is called, with the same id, if its answer was lost, the fleet was locked, or it lost
 its lock."""
-AGAIN_S = 1.0
-"""Seconds between two calls."""
 JOINS = 1
 """The number of times that a version is sent again because a worker has joined that can't fetch what was pushed."""
 
@@ -244,7 +242,7 @@ class Attempt:
             except Locked:
                 if time.monotonic() > until:
                     raise
-            time.sleep(AGAIN_S)
+            time.sleep(self._plan.options.limits.again_s)
 
     @property
     def interrupted(self) -> bool:
@@ -475,7 +473,7 @@ class Attempt:
             except (Unavailable, StaleFence):
                 if self._error is not None and not self._prepared:
                     raise  # the sending has failed, and the answer is wanted only as the reason
-                time.sleep(AGAIN_S)
+                time.sleep(self._plan.options.limits.again_s)
         return self._fleet.run(op, body, request_id)
 
     def _swap_if_loaded(self) -> None:

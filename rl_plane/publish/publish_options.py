@@ -29,6 +29,8 @@ class PublishLimits:
     large model over a slow network."""
     others_s: float = 30.0
     """Seconds to wait while another trainer's update is prepared or under way."""
+    again_s: float = 1.0
+    """Seconds between two calls of an op whose answer was lost, or that another trainer's update has refused."""
     openings: int = 8
     """The number of times that an update is opened while workers join, as in a fleet that starts. Each takes about a
     second, in which the other ranks may wait."""

@@ -112,6 +112,7 @@ class Checkpoint:
         }
         self.specs: dict[str, TensorSpec] = {name: stored.spec for name, (_, stored) in self.places.items()}
         self.readers = READERS
+        self.run_bytes = RUN_BYTES
         self._lanes: list[ReadAhead[list[tuple[str, HostTensor]]]] = []
 
     def tensors(
@@ -133,12 +134,12 @@ class Checkpoint:
         self.check_unchanged()
 
     def _runs(self) -> Iterator[tuple[SafetensorsFile, list[str]]]:
-        """Groups neighbours in a file that are read at once: up to RUN_BYTES, or one larger tensor."""
+        """Groups neighbours in a file that are read at once: up to `run_bytes`, or one larger tensor."""
         for file in self.files:
             names: list[str] = []
             size = 0
             for name, stored in file.tensors.items():
-                if names and size + stored.spec.nbytes > RUN_BYTES:
+                if names and size + stored.spec.nbytes > self.run_bytes:
                     yield file, names
                     names, size = [], 0
                 names.append(name)

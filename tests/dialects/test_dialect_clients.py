@@ -307,12 +307,25 @@ async def test_skyrls_calls_on_the_drop_in_of_the_examples(plane: Plane) -> None
     await asyncio.to_thread(sync.close)
 
 
+class LosingClient(SyncRlClient):
+    """A client whose replies can have a worker more, which has left meanwhile."""
+
+    one_has_left = False
+
+    def run(self, op: str, *more: Any, **how: Any) -> dict[str, Any]:
+        reply = super().run(op, *more, **how)
+        if self.one_has_left:
+            reply["workers"].append({"instance_id": "left", "status": "error"})
+        return reply
+
+
 async def test_our_client_over_nats_refuses_wrong_calls_before_any_worker_changes(
-    plane: Plane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    plane: Plane, caplog: pytest.LogCaptureFixture
 ) -> None:
     plane.spawn_copies(2)
     caplog.set_level(logging.WARNING, "rl_plane.publish")
-    sync = await asyncio.to_thread(SyncRlClient.connect, plane.url, plane.namespace, plane.component)
+    sync = await asyncio.to_thread(LosingClient.connect, plane.url, plane.namespace, plane.component)
+    assert isinstance(sync, LosingClient)
     client = FleetWeightSyncClient(sync)
     update = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "colour": "red"}
     for _ in range(2):
@@ -322,17 +335,9 @@ async def test_our_client_over_nats_refuses_wrong_calls_before_any_worker_change
             await asyncio.to_thread(client.update_weights, [update])
         with pytest.raises(Conflict, match="no update has begun"):
             await asyncio.to_thread(client.update_weights, [update] * 2)
-    run = sync.run
-
-    def with_one_that_has_left(op: str, *more: Any, **how: Any) -> dict[str, Any]:
-        reply = run(op, *more, **how)
-        reply["workers"].append({"instance_id": "left", "status": "error"})
-        return reply
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sync, "run", with_one_that_has_left)
-        with pytest.raises(InvalidRequest, match="1 entries, and the fleet has 2 ranks"):
-            await asyncio.to_thread(client.update_weights, [update])
+    sync.one_has_left = True
+    with pytest.raises(InvalidRequest, match="1 entries, and the fleet has 2 ranks"):
+        await asyncio.to_thread(client.update_weights, [update])
     told = "the field %r has no effect: it is not known here, and is dropped"
     assert [record.getMessage() for record in caplog.records if record.name == "rl_plane.publish"] == [
         told % name for name in ("init_info.colour", "update_info.colour")

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from frontend.frontend_limits import FrontendLimits
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 from tests.support.dialect_facade import PROMPT, facade, fine, refused, served, taken_before
@@ -421,24 +422,23 @@ async def test_a_finish_by_way_of_another_frontend_is_of_the_update_that_waits(
         assert await served(http) == [(True, "step_2")] * 3
 
 
-async def test_a_finish_waits_for_a_locked_fleet_and_reports_a_lost_fleet(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_finish_waits_for_a_locked_fleet_and_reports_a_lost_fleet(plane: Plane) -> None:
     """The answer is no 503, because a client would send the weights again. The finish waits longer than its trainer
     may be silent."""
     plane.spawn()
     client = await plane.client()
+
+    async def send(http: httpx.AsyncClient, seed: int) -> None:
+        fine(await http.post("/start_weight_update"))
+        info = {"weight_dir": str(plane.model(seed))}
+        fine(await http.post("/update_weights", json={"update_info": info}))
+
+    async with facade(plane, limits=FrontendLimits(session_idle_s=int(DEFAULT_LOCK_WAIT_S))) as http:
+        await send(http, 1)
+        async with taken_before(client, "complete_weights_update"):
+            fine(await http.post("/finish_weight_update"))
     async with facade(plane) as http:
-        for seed in (1, 2):
-            with monkeypatch.context() as patch:
-                if seed == 1:
-                    patch.setattr("rl_plane.commit.sessions.SESSION_IDLE_S", int(DEFAULT_LOCK_WAIT_S))
-                fine(await http.post("/start_weight_update"))
-                info = {"weight_dir": str(plane.model(seed))}
-                fine(await http.post("/update_weights", json={"update_info": info}))
-                if seed == 1:
-                    async with taken_before(client, "complete_weights_update"):
-                        fine(await http.post("/finish_weight_update"))
+        await send(http, 2)
         plane.kill_all()
         assert refused(await http.post("/finish_weight_update"), 409)["cause"] == "no_workers"
 

@@ -13,6 +13,7 @@ import pytest
 from frontend.dialects.sglang import sglang_session
 from frontend.dialects.sglang.open_sessions import Opened
 from frontend.dialects.sglang.sglang_session import Updates
+from frontend.frontend_limits import FrontendLimits
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
 from rl_plane.errors import BusUnreachable, EngineFailed, Locked
 from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
@@ -156,11 +157,10 @@ async def test_a_trainer_that_begins_anew_does_not_join_what_it_has_left(plane: 
                 fine(await replay.form("second"))
             assert await send("second", 1, 2) == [None, "1"]
             await send("second", 2, 1)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(sglang_session, "FORM_WAIT_S", 0.0)
+            async with facade(plane, limits=FrontendLimits(drop_wait_s=0.0)) as hasty:
                 asked = {"master_address": HOST, "master_port": free_port(), "rank_offset": 1, "world_size": 3}
                 async with refused_before("abort_weights_update", Locked("taken", retry_after_s=1.0)):
-                    error = refused(await http.post("/init_weights_update_group", json=asked), 503)
+                    error = refused(await hasty.post("/init_weights_update_group", json=asked), 503)
                 assert error["code"] == "locked", "no worker has joined"
             fine(await replay.form("third"))
             assert await send("third", 2, 2) == [None, "2"]
@@ -281,11 +281,11 @@ async def _taken_at_the_last_bucket(replay: Replay, plane: Plane, client: RlClie
 async def _taken_for_longer_than_a_silence(replay: Replay, plane: Plane, client: RlClient) -> None:
     """An update stays open while one of its calls waits, and is not committed before its end."""
     (whole,) = parts_of(plane.model(2), 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("frontend.dialects.sglang.open_sessions.SESSION_IDLE_S", DEFAULT_LOCK_WAIT_S)
-        await replay.post("/begin_weight_update")
+    async with facade(plane, limits=FrontendLimits(session_idle_s=int(DEFAULT_LOCK_WAIT_S))) as http:
+        hasty = Replay(http, replay.trainer)
+        await hasty.post("/begin_weight_update")
         async with taken_before(client, "receive_weights_part"):
-            told = fine(await replay.send("g", plane.model(2), whole, weight_version="two"))
+            told = fine(await hasty.send("g", plane.model(2), whole, weight_version="two"))
     assert "0 are missing" in told["message"]
     assert (await served(replay.http))[0][1] == "one"
     assert (await replay.post("/end_weight_update"))["weight_version"] == "two"

@@ -12,7 +12,8 @@ import pytest
 
 from frontend.dialects.sglang.open_sessions import Opened
 from frontend.facade.op_runner import OpRunner
-from rl_plane.commit.sessions import SESSION_IDLE_S
+from frontend.frontend_limits import FrontendLimits
+from rl_plane.commit.steps import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Locked
 from rl_plane.protocol.subjects import OPENED
 from tests.support.dialect_facade import Answered, facade, fine, just_before, refused, served
@@ -247,7 +248,7 @@ async def test_a_newer_committed_version_replaces_lost_weights(plane: Plane) -> 
 
 
 async def test_the_flush_and_the_log_report_an_incomplete_update(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plane: Plane, caplog: pytest.LogCaptureFixture
 ) -> None:
     """verl's order: buckets without a pause, then a flush."""
     plane.spawn()
@@ -264,9 +265,9 @@ async def test_the_flush_and_the_log_report_an_incomplete_update(
             fine(await http.post(path, json=one))
         fine(await http.get("/flush_cache"))
         assert await served(http) == [(True, "one")]
+    async with facade(plane, limits=FrontendLimits(held_idle_s=0.0)) as http:
         # While it is paused, the trainer says by itself when it is whole; and silence ends it.
         fine(await http.post("/pause_generation", json={}))
-        monkeypatch.setattr("frontend.dialects.sglang.body_tensors.IDLE_S", 0.0)
         caplog.clear()
         fine(await http.post(path, json=first))
         fine(await http.get("/flush_cache"))
@@ -276,9 +277,7 @@ async def test_the_flush_and_the_log_report_an_incomplete_update(
         assert "'layers.0.weight'" in caplog.text
 
 
-async def test_a_begun_update_is_known_to_every_frontend_until_it_ends_or_expires(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_begun_update_is_known_to_every_frontend_until_it_ends_or_expires(plane: Plane) -> None:
     """The update ends by its end call, by `continue_generation`, or by silence. Later parts without a begin call are
     committed with the last part."""
     plane.spawn_copies(2)
@@ -303,7 +302,7 @@ async def test_a_begun_update_is_known_to_every_frontend_until_it_ends_or_expire
         fine(await one.post("/begin_weight_update", json={}))
         fine(await other.post("/continue_generation", json={}))
         await send("continued")
-        monkeypatch.setattr("frontend.dialects.sglang.open_sessions.SESSION_IDLE_S", 0.0)
+    async with facade(plane, limits=FrontendLimits(session_idle_s=0)) as one:
         fine(await one.post("/begin_weight_update", json={}))
         await send("silent")
         assert await served(one) == [(True, "silent")] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,6 @@ from tests.support.hf_runs import (
 from tests.support.moe import make_qwen_moe
 from tests.support.receive_requests import NamedRequest, files_request
 from worker.engines.base import EngineOptions
-from worker.engines.common import adapter_patterns
 from worker.receive.staging import adapter_digest
 from worker.receive.weight_holder import TensorStream
 from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token
@@ -560,11 +560,10 @@ async def test_configs_that_do_not_fit_this_model(
     assert caught.value.facts["fix"]
 
 
-def test_patterns_are_tried_with_the_names_of_parameters(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_are_tried_with_the_names_of_parameters(root: Path) -> None:
     """PEFT matches ranks with the names of `target_parameters`, and this pattern ends for every other name."""
     from worker.engines.hf.peft_layers import ModelAdapters
 
-    monkeypatch.setattr(adapter_patterns, "PATTERNS_S", 1.0)
     adapters = ModelAdapters(load_plain(make_qwen_moe(root / "moe-patterns", 1, "float32")), {})
     config = {
         "peft_type": "LORA",
@@ -573,7 +572,7 @@ def test_patterns_are_tried_with_the_names_of_parameters(root: Path, monkeypatch
         "target_parameters": ["mlp.experts.down_proj"],
         "rank_pattern": {r"(?=.*experts\.down_proj$)(\w+\.?)+!": 2},
     }
-    with pytest.raises(InvalidWeights, match="takes more than 1 s") as caught:
+    with pytest.raises(InvalidWeights, match="takes more than 10 s") as caught:
         adapters.spec(config)
     assert caught.value.facts["field"] == "adapter_config.rank_pattern"
 
@@ -598,7 +597,7 @@ async def test_without_peft_there_are_no_adapters(
     config = json.loads((made_by_peft["one"] / "adapter_config.json").read_text())
     engine = await start(tiny)
     assert not [op for op in engine.info.lacks if "update" in op]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "peft", None)  # as if it weren't installed
     bare = await start(tiny)
     assert "rl-plane[hf]" in bare.info.lacks["prepare_update:lora"]
     with pytest.raises(Unsupported):

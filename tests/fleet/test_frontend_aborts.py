@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.completions.auto_tools import CallReader
 from frontend.completions.call import GenerationCall
 from frontend.completions.completion_routes import OPENAI
 from frontend.main import Frontend
@@ -18,6 +17,7 @@ from frontend.server.options import FrontendOptions
 from rl_plane.client import RlClient
 from rl_plane.errors import FrontendEnding, Unavailable
 from rl_plane.protocol.subjects import FRONTEND_PREFIX
+from tests.support.call_parsers import parse_calls
 from tests.support.dialect_facade import facade, fine
 from tests.support.frontend_process import PROMPT, ask, frontend, next_event
 from tests.support.openai_plans import chat
@@ -193,9 +193,6 @@ async def test_a_request_that_waits_for_a_reader_of_its_calls_ends(
     plane.spawn()
     waits, waiters = asyncio.Event(), 0
 
-    async def reads(*_: Any) -> bool:
-        return True
-
     async def hangs(*_: Any) -> None:
         nonlocal waiters
         waiters += 1
@@ -203,8 +200,7 @@ async def test_a_request_that_waits_for_a_reader_of_its_calls_ends(
             waits.set()
         await never()
 
-    monkeypatch.setattr(CallReader, "reads", reads)
-    monkeypatch.setattr(CallReader, stage, hangs)
+    parse_calls(monkeypatch, hangs, **({"reads": hangs} if stage == "reads" else {}))
     options = FrontendOptions(plane.url, plane.namespace, plane.component, admission_wait_s=WAIT_S)
     async with asyncio.timeout(BOUND_S), Frontend.running(options) as running:
         (component,) = running.components

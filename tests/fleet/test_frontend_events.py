@@ -18,7 +18,6 @@ from starlette.requests import ClientDisconnect
 from frontend.facade.events import HELLO, KEEP_ALIVE, FleetEvents, Listener
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.fleet_status import FleetStatus
-from frontend.server import listeners
 from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.options import FrontendOptions
 from rl_plane.cli import main
@@ -223,9 +222,11 @@ async def test_the_number_of_listeners_is_bounded(plane: Plane) -> None:
         await plane.until(free)  # the first reader has left, and its place is free
 
 
-async def test_an_open_stream_does_not_hold_the_stop(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "GRACE_S", 3 * BOUND_S)  # which it would take
-    options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
+async def test_an_open_stream_does_not_hold_the_stop(plane: Plane) -> None:
+    limits = FrontendLimits(grace_s=int(3 * BOUND_S))  # which it would take
+    options = FrontendOptions(
+        plane.url, plane.namespace, plane.component, rl_port=0, http_port=None, limits=limits
+    )
     async with started(options) as urls:
         client = plain_client(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S)
         stream = reading(client)

@@ -14,17 +14,16 @@ import msgpack
 import pytest
 from nats.aio.msg import Msg
 
-from frontend.completions.auto_tools import CallReader
 from frontend.completions.call import GenerationCall
 from frontend.completions.completion_routes import OPENAI
 from frontend.frontend_limits import FrontendLimits
 from frontend.main import Frontend
 from frontend.routing.engine_client import Event
-from frontend.routing.fleet_status import FleetStatus
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import Overloaded
 from rl_plane.protocol.generation import GATHER_S, MAX_PROMPT_LOGPROBS, GenerateDelta
 from rl_plane.protocol.subjects import RECORD, Subjects
+from tests.support.call_parsers import parse_calls
 from tests.support.faulty_bus import BusFaults
 from tests.support.frontend_process import (
     PROMPT,
@@ -38,9 +37,10 @@ from tests.support.frontend_process import (
     update,
 )
 from tests.support.openai_plans import chat
+from tests.support.rollout_calls import waiting
 from worker.engines.fake.adapter import fake_logprob, fake_prompt_logprobs, fake_token, make_fake_adapter
 
-__all__ = ["http"]
+__all__ = ["http", "waiting"]
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -70,9 +70,6 @@ async def test_a_choice_whose_calls_are_read_does_not_hold_up_the_others(
     tools = [{"type": "function", "function": {"name": "look"}}]
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
-    async def reads(*_: Any) -> bool:
-        return True
-
     async def calls_of(*_: Any) -> tuple[str, list[dict[str, Any]]]:
         reading.set()
         if fails:
@@ -88,8 +85,7 @@ async def test_a_choice_whose_calls_are_read_does_not_hold_up_the_others(
         yield GenerateDelta(token_ids=[2], text="a")
         yield GenerateDelta(token_ids=[3], text="b", finish_reason="length")
 
-    monkeypatch.setattr(CallReader, "reads", reads)
-    monkeypatch.setattr(CallReader, "calls_of", calls_of)
+    parse_calls(monkeypatch, calls_of)
     monkeypatch.setattr(GenerationCall, "_choice_events", choice_events)
     options = FrontendOptions(plane.url, plane.namespace, plane.component)
     async with Frontend.running(options) as running:
@@ -326,26 +322,19 @@ async def test_a_request_that_every_engine_fails_gets_the_engines_error_at_once(
 
 
 async def test_a_request_that_one_engine_fails_waits_for_another_closed_worker(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
+    plane: Plane, waiting: set[asyncio.Task[Any] | None]
 ) -> None:
     failing, closed = plane.spawn(patch=FAILS), plane.spawn()
     fleet = await plane.fleet()
     await fleet.run("ready", {"min_workers": 2, "wait_s": 30})
     body: dict[str, Any] = {"prompt_token_ids": PROMPT}
-    waits, wait_changed = asyncio.Event(), FleetStatus.wait_changed
-
-    async def noted(status: FleetStatus, timeout_s: float) -> None:
-        waits.set()
-        await wait_changed(status, timeout_s)
-
     async with frontend(plane, admission_wait_s=20) as http:
         pinned = {**body, "nvext": {"instance_id": failing.instance_id}}
         error_of(await http.post("/v1/completions", json=pinned), 500)  # so it is known to be open
         await fleet.run("disable", {"workers": [closed.instance_id]})
-        monkeypatch.setattr(FleetStatus, "wait_changed", noted)
+        waiting.clear()
         asking = asyncio.create_task(ask(http))
-        waiting = asyncio.create_task(waits.wait())
-        await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        await plane.until(lambda: waiting or asking.done())
         await fleet.run("enable", {"workers": [closed.instance_id]})
         assert (await asking)["nvext"]["instance_id"] == closed.instance_id
 

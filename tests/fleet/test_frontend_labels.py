@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from frontend.frontend_limits import FrontendLimits
-from frontend.routing.fleet_status import FleetStatus
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord
 from rl_plane.protocol.subjects import RECORD, Subjects
 from tests.support.committed_records import record, rolling, span
 from tests.support.faulty_bus import BusFaults
+from tests.support.rollout_calls import waiting
 from tests.support.scripted_worker import Stream, decide
 from tests.support.staged_streams import BOUND_S, Stage, always, staged
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
+
+__all__ = ["waiting"]
 
 
 def event_of(line: str) -> Any:
@@ -288,25 +290,16 @@ async def test_during_the_roll_out_of_an_adapter_only_workers_with_it_serve_it(p
 
 
 async def test_a_request_that_waits_for_an_adapter_ends_when_it_is_unloaded(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
+    plane: Plane, waiting: set[asyncio.Task[Any] | None]
 ) -> None:
-    waits = asyncio.Event()
-    wait_changed = FleetStatus.wait_changed
-
-    async def watched(status: FleetStatus, timeout_s: float) -> None:
-        waits.set()
-        await wait_changed(status, timeout_s)
-
-    monkeypatch.setattr(FleetStatus, "wait_changed", watched)
     async with staged(plane, wait_s=BOUND_S) as stage:
         await stage.worker(always(7, base=1), record(1))
         await stage.decide(rolling(record(1, a=2), record(1)))
-        waiting = asyncio.create_task(stage.ask(model="a"))
-        async with asyncio.timeout(BOUND_S):
-            await waits.wait()
+        asking = asyncio.create_task(stage.ask(model="a"))
+        await plane.until(lambda: waiting)
         await stage.decide(replace(record(1), made=record(3).made))
         await stage.workers[0].tell()
-        reply = await waiting
+        reply = await asking
         assert (reply.status_code, reply.json()["error"]["field"]) == (404, "model")
 
 

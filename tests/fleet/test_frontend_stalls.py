@@ -17,7 +17,6 @@ from frontend.routing.fleet_status import FleetStatus, WorkerStatus
 from frontend.routing.progress import GenerationProgress
 from frontend.server import listeners
 from rl_plane.bus.token_stream import IncomingStream, StreamSender
-from rl_plane.protocol.generation import GenerateDelta
 from rl_plane.protocol.record import DecisionRecord
 from tests.support.committed_records import record, span
 from tests.support.frontend_process import (
@@ -30,6 +29,7 @@ from tests.support.frontend_process import (
     until_running,
     update,
 )
+from tests.support.rollout_calls import delivered, progressing
 from tests.support.scripted_worker import Stream
 from tests.support.staged_streams import staged
 from worker.engines.fake.adapter import fake_token
@@ -37,6 +37,8 @@ from worker.generation_service import MAX_TOKENS
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
+
+__all__ = ["delivered", "progressing"]
 
 TOKENS = 4000
 TOPS = 20
@@ -86,19 +88,16 @@ def few(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncHTTPTransport:
 
 
 async def test_a_client_that_stops_reading_delays_no_other_client_and_loses_no_token(
-    plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch
+    plane: Plane, few: httpx.AsyncHTTPTransport, delivered: list[Choice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = plane.spawn(patch=SHORT)
     digest = (await update(plane, 1))["digest"]
     client = await plane.client()
-    taken, waiting = 0, 0
-    take, put = Choice.take, IncomingStream.put
+    waiting, put = 0, IncomingStream.put
 
-    def counted(choice: Choice, event: Any) -> None:
-        nonlocal taken
-        take(choice, event)
-        if choice.top_logprobs is not None:  # only the slow one has them
-            taken = len(choice.token_ids)
+    def taken() -> int:
+        """The tokens of the slow choice, which alone has alternatives."""
+        return sum(len(choice.token_ids) for choice in delivered if choice.top_logprobs is not None)
 
     def measured(stream: IncomingStream, body: dict[str, Any]) -> bool:
         nonlocal waiting
@@ -107,7 +106,6 @@ async def test_a_client_that_stops_reading_delays_no_other_client_and_loses_no_t
         return gap
 
     monkeypatch.setattr("rl_plane.bus.token_stream.CREDIT_EVERY", FEW // 4)
-    monkeypatch.setattr(Choice, "take", counted)
     monkeypatch.setattr(IncomingStream, "put", measured)
     asked = {"prompt_token_ids": PROMPT, "max_tokens": TOKENS, "logprobs": TOPS, "return_token_ids": True}
     async with (
@@ -120,12 +118,12 @@ async def test_a_client_that_stops_reading_delays_no_other_client_and_loses_no_t
         # Its engine continues to the end meanwhile, and others are served by the same worker and frontend.
         await until_running(plane, client, worker.instance_id, 0)
         before = -1
-        while taken > before:
-            before = taken
+        while taken() > before:
+            before = taken()
             (choice,) = (await ask(http, max_tokens=OTHERS, return_token_ids=True))["choices"]
             assert choice["token_ids"] == tokens_under(digest, 0, OTHERS)
         # It is left with the worker: neither the frontend's objects nor its queue have it.
-        assert 0 < taken < TOKENS / 2
+        assert 0 < taken() < TOKENS / 2
         assert 0 < waiting <= FEW
 
         choices = [first]
@@ -140,22 +138,17 @@ async def test_a_client_that_stops_reading_delays_no_other_client_and_loses_no_t
 
 @pytest.mark.parametrize("on_stale", ["cut", "wait"])
 async def test_tokens_that_waited_for_a_slow_reader_must_still_meet_max_lag(
-    plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch, on_stale: str
+    plane: Plane,
+    few: httpx.AsyncHTTPTransport,
+    delivered: list[Choice],
+    progressing: list[GenerationProgress],
+    on_stale: str,
 ) -> None:
     """The tokens met the demand when they left the worker. When the reader continues they do not."""
-    judged, taken = {0: 0, 1: 0}, 0
-    take, keep = Choice.take, GenerationProgress.take
 
-    def counted(choice: Choice, event: Any) -> None:
-        nonlocal taken
-        before = len(choice.token_ids)
-        take(choice, event)
-        taken += len(choice.token_ids) - before
-
-    def kept(progress: GenerationProgress, delta: GenerateDelta) -> None:
-        keep(progress, delta)
-        if delta.finish_reason is None:
-            judged[int(progress.request.id[-1])] = len(progress.token_ids)
+    def judged(index: int) -> int:
+        """The tokens of a choice that have met the demand."""
+        return max((len(one.token_ids) for one in progressing if one.request.id.endswith(f"-{index}")), default=0)
 
     async def script(stream: Stream) -> None:
         if stream.body["sequence"] == 2:
@@ -164,11 +157,9 @@ async def test_tokens_that_waited_for_a_slow_reader_must_still_meet_max_lag(
         index = int(stream.body["id"][-1])
         for count in range(1, CHUNKS + 1):  # each by itself, as what comes together is sent together
             await stream.send([1] * OF_A_CHUNK, span(1, 0, count * OF_A_CHUNK))
-            await plane.until(lambda count=count: judged[index] == count * OF_A_CHUNK)
+            await plane.until(lambda count=count: judged(index) == count * OF_A_CHUNK)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Choice, "take", counted)
-    monkeypatch.setattr(GenerationProgress, "take", kept)
     body = {"prompt": "hi", "n": 2, "stream": True, "return_token_ids": True, "max_lag": 0, "on_stale": on_stale}
     async with staged(plane) as stage:
         worker = await stage.worker(script, record(1))
@@ -179,8 +170,8 @@ async def test_tokens_that_waited_for_a_slow_reader_must_still_meet_max_lag(
         ):
             lines = response.aiter_lines()
             events = [await next_event(lines)]
-            await plane.until(lambda: set(judged.values()) == {CHUNKS * OF_A_CHUNK})
-            sent = taken
+            await plane.until(lambda: judged(0) == judged(1) == CHUNKS * OF_A_CHUNK)
+            sent = sum(len(choice.token_ids) for choice in delivered)
             assert 0 < sent < CHUNKS * OF_A_CHUNK  # the rest waits in the queue
             await stage.decide(record(2))
             await worker.hold(record(2))

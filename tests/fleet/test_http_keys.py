@@ -18,7 +18,8 @@ import httpx
 import pytest
 import trustme
 
-from frontend.server import listener_keys, listeners
+from frontend.frontend_limits import FrontendLimits
+from frontend.server import listener_keys
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import InvalidRequest, PermissionDenied, Unavailable
 from rl_plane.fleet.http_client import call_facade
@@ -250,14 +251,12 @@ async def served_serial(url: str, context: ssl.SSLContext) -> int:
     return int(found, 16)
 
 
-async def test_both_listeners_speak_https_and_take_a_new_certificate(
-    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listeners, "CERTIFICATE_RELOAD_S", 0.1)
+async def test_both_listeners_speak_https_and_take_a_new_certificate(plane: Plane, tmp_path: Path) -> None:
     issuer = Issuer(tmp_path)
     trusted = issuer.context()
     files = {"https_cert": issuer.certificate, "https_key": issuer.key}
-    async with listeners_of(plane, admin_key="k", **files) as urls:
+    limits = FrontendLimits(certificate_reload_s=0.1)
+    async with listeners_of(plane, admin_key="k", limits=limits, **files) as urls:
         async with httpx.AsyncClient(verify=trusted, timeout=BOUND_S) as http:
             assert (await http.get(urls["rl_url"] + "/v1/rl/health")).status_code == 200
             assert (await http.get(urls["http_url"] + "/health")).status_code == 200

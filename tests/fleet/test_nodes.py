@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -20,11 +21,10 @@ from rl_plane.protocol.subjects import Subjects
 from tests.support.otlp_receiver import collector
 from tests.support.zygote import fork_module
 from worker.engines.fake.adapter import make_fake_model
-from worker.nodes import follower_link, head_link, node_link, peer_watch
 from worker.nodes.facts import node_facts
 from worker.nodes.follower_link import FollowerLink
 from worker.nodes.head_link import HeadLink
-from worker.nodes.node_link import NodeLink, NodePlace, pack, unpack
+from worker.nodes.node_link import NodeLink, NodePlace, NodeTimings, pack, unpack
 from worker.nodes.node_part import NodePart
 from worker.nodes.node_settings import NodeSettings
 from worker.nodes.spanning_client import SpanningClient
@@ -36,6 +36,8 @@ HANG_S = 2.0
 INSTANCE = "0123456789abcdef"
 COMPONENT = "engine"
 NO_SETTINGS = InvalidRequest("3 ranks can't be divided among 2 nodes", field="nnodes", fix="take 4")
+TIMINGS = NodeTimings(gone_s=0.5, look_s=BOUND_S, farewell_s=BOUND_S, refusal_s=BOUND_S)
+"""A lost node is noticed at once, and nothing else ends early on a busy machine."""
 FACTS = {"version of torch": "2.9", "engine_arg tp_size": "2"}
 
 
@@ -99,6 +101,8 @@ class Links:
         self._made: list[NodeLink] = []
         self.hang_s = HANG_S
         """The silence after which the nodes made from now on take each other for hung."""
+        self.timings = TIMINGS
+        """The bounds of the waits of the nodes made from now on."""
 
     def _settings(self, rank: int, count: int, wait_s: float) -> NodeSettings:
         return NodeSettings(count, rank, "127.0.0.1:25000", wait_s)
@@ -117,14 +121,20 @@ class Links:
         return self._node(rank, count, BOUND_S, {}) if rank else self._head(count, BOUND_S, {})
 
     def _head(self, count: int, wait_s: float, facts: dict[str, Any]) -> HeadLink:
-        made = HeadLink(self._place, self._settings(0, count, wait_s), self.hang_s, {**FACTS, **facts})
+        settings = self._settings(0, count, wait_s)
+        made = HeadLink(self._place, settings, self.hang_s, {**FACTS, **facts}, self.timings)
         self._made.append(made)
         return made
 
     def _node(self, rank: int, count: int, wait_s: float, facts: dict[str, Any]) -> FollowerLink:
         settings = self._settings(rank, count, wait_s)
         made = FollowerLink(
-            self._place, settings, self.hang_s, {**FACTS, **facts}, lambda tied: f"digest of {rank}"
+            self._place,
+            settings,
+            self.hang_s,
+            {**FACTS, **facts},
+            lambda tied: f"digest of {rank}",
+            self.timings,
         )
         self._made.append(made)
         return made
@@ -163,12 +173,7 @@ def together(*works: Callable[[], object]) -> list[PlaneError | None]:
 
 
 @pytest.fixture
-def links(nats: NatsServer, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
-    monkeypatch.setattr(peer_watch, "GONE_S", 0.5)
-    monkeypatch.setattr(node_link, "LOOK_S", BOUND_S)  # on a busy machine
-    monkeypatch.setattr(node_link, "FAREWELL_S", BOUND_S)
-    monkeypatch.setattr(node_link, "REFUSAL_S", BOUND_S)
-    monkeypatch.setattr(head_link, "REFUSAL_S", BOUND_S)
+def links(nats: NatsServer, namespace: str) -> Iterator[Links]:
     made = Links(nats.url, namespace)
     yield made
     made.close()
@@ -252,10 +257,9 @@ def test_a_head_that_refuses_its_settings_reports_it_to_the_nodes(links: Links) 
         assert error.message == f"{head.me.name} refuses its settings: {NO_SETTINGS.message}"
 
 
-def test_a_refusal_does_not_reach_an_engine_that_runs(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_does_not_reach_an_engine_that_runs(links: Links) -> None:
     head, node, *_ = links.pair()
-    monkeypatch.setattr(follower_link, "TAKEN_S", 0.2)
-    monkeypatch.setattr(node_link, "REFUSAL_S", 1.0)
+    links.timings = replace(TIMINGS, taken_s=0.2, refusal_s=1.0)
     for rank in (0, 1):
         links.unstarted(rank, 2).tell_refusal(NO_SETTINGS)
     (second,) = together(links.node().join)  # the head's answer is the one of before
@@ -264,10 +268,8 @@ def test_a_refusal_does_not_reach_an_engine_that_runs(links: Links, monkeypatch:
     assert (head.lost, node.lost) == (None, None)
 
 
-def test_a_refusal_of_a_second_process_does_not_end_the_first(
-    links: Links, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_link, "REFUSAL_S", 1.0)
+def test_a_refusal_of_a_second_process_does_not_end_the_first(links: Links) -> None:
+    links.timings = replace(TIMINGS, refusal_s=1.0)
     head, node, late = links.head(3), links.node(1, 3), links.unstarted(1, 3)
 
     def refuse_and_complete() -> None:
@@ -297,10 +299,8 @@ def test_a_worker_whose_engine_refuses_its_settings_reports_it_to_the_other_node
     assert "refuses its settings: the engine fake runs on one host" in told.message
 
 
-def test_a_second_node_of_the_same_rank_is_refused_and_the_first_continues(
-    links: Links, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(follower_link, "TAKEN_S", 0.5)
+def test_a_second_node_of_the_same_rank_is_refused_and_the_first_continues(links: Links) -> None:
+    links.timings = replace(TIMINGS, taken_s=0.5)
     head, node, client, *_ = links.pair()
     (told,) = together(links.node().join)
     assert isinstance(told, Conflict)
@@ -309,8 +309,8 @@ def test_a_second_node_of_the_same_rank_is_refused_and_the_first_continues(
     assert head.lost is None
 
 
-def test_a_second_head_is_refused(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_link, "TAKEN_S", 0.5)
+def test_a_second_head_is_refused(links: Links) -> None:
+    links.timings = replace(TIMINGS, taken_s=0.5)
     first, *_ = links.pair()
     (told,) = together(links.head().gather)
     assert isinstance(told, Conflict)
@@ -409,8 +409,8 @@ def test_a_node_that_is_gone_ends_a_running_call(links: Links, who: str) -> None
         assert [str(error) for error in caller] == [left.lost]
 
 
-def test_a_node_that_hangs(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_link, "PING_TIMEOUT_S", 0.5)
+def test_a_node_that_hangs(links: Links) -> None:
+    links.timings = replace(TIMINGS, ping_timeout_s=0.5)
     head, node, *_ = links.pair()
     go = threading.Event()
     node._loop.call_soon_threadsafe(lambda: go.wait(BOUND_S))  # its thread stands still
@@ -434,8 +434,8 @@ def test_a_rank_of_a_node_hangs_while_it_loads(links: Links) -> None:
     assert [str(error) for error in caller] == [head.lost]
 
 
-def test_a_look_finds_an_end_at_once(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_watch, "GONE_S", BOUND_S)
+def test_a_look_finds_an_end_at_once(links: Links) -> None:
+    links.timings = replace(TIMINGS, gone_s=BOUND_S)
     links.hang_s = BOUND_S
     head, node, *_ = links.pair()
     head.look_for_lost()

@@ -11,8 +11,6 @@ import pytest
 
 from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
-from rl_plane.commit.coordinator import Coordinator
-from rl_plane.commit.steps import Event, Instruction
 from tests.support.adapter_updates import adapter, load
 from tests.support.dying_coordinator import CoordinatorDies, ends_at
 from tests.support.faults import StatusLog, Stream, generate, spawn_faulty
@@ -31,22 +29,6 @@ FINISH_S = 60.0
 
 def rolling(plane: Plane, seed: int, **policy: Any) -> dict[str, Any]:
     return update_of(plane.model(seed), f"step_{seed}", barrier="rolling", **policy)
-
-
-def dies_in_the_roll(patch: pytest.MonkeyPatch, after: int) -> None:
-    """A coordinator that is gone when it has swapped so many workers."""
-    real = Coordinator.carry_out
-    rolled = 0
-
-    async def carry_out(self: Coordinator, instruction: Instruction) -> Event:
-        nonlocal rolled
-        if instruction.phase == "roll":
-            if rolled == after:
-                raise CoordinatorDies
-            rolled += 1
-        return await real(self, instruction)
-
-    patch.setattr(Coordinator, "carry_out", carry_out)
 
 
 async def test_workers_roll_one_by_one_and_one_always_serves(plane: Plane) -> None:
@@ -178,7 +160,7 @@ async def test_a_coordinator_that_dies_in_the_roll_is_not_needed(
     ids = plane.spawn_copies(3)
     with monkeypatch.context() as patch:
         if rolled < 3:
-            dies_in_the_roll(patch, rolled)
+            ends_at(patch, "roll", CoordinatorDies(), after=rolled)
             with pytest.raises(CoordinatorDies):
                 await doomed.run("update_weights", rolling(plane, 1))
         else:  # all have swapped: only the record is left half done
@@ -212,7 +194,7 @@ async def test_a_frontend_finishes_what_a_dead_coordinator_rolled(
     async with frontend(plane) as http:
         old = (await ask(http))["nvext"]["weight_version"]
         with monkeypatch.context() as patch:
-            dies_in_the_roll(patch, 1)
+            ends_at(patch, "roll", CoordinatorDies(), after=1)
             with pytest.raises(CoordinatorDies):
                 await doomed.run("update_weights", rolling(plane, 1))
 

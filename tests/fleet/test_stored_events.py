@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from frontend.facade import stored_events
 from frontend.facade.kept_events import FleetEvent
-from frontend.facade.stored_events import StoredEvents
+from frontend.facade.stored_events import CHUNK_EVENTS, CHUNKS, EVENT_BYTES, StoredEvents
 from rl_plane.bus.connection import Bus
 from rl_plane.cli import main
 from rl_plane.errors import PermissionDenied
@@ -75,38 +74,37 @@ async def stored_by(bus: Bus, bucket: KeyValueBucket) -> list[FleetEvent]:
     return events
 
 
-async def test_chunks_are_bounded_and_the_newest_stay(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_events, "CHUNK_EVENTS", 10)
-    monkeypatch.setattr(stored_events, "CHUNKS", 4)
-    monkeypatch.setattr(stored_events, "EVENT_BYTES", 1000)
+async def test_chunks_are_bounded_and_the_newest_stay(plane: Plane) -> None:
+    count = (CHUNKS - 1) * CHUNK_EVENTS + CHUNK_EVENTS // 2
+    total = count + CHUNK_EVENTS + CHUNK_EVENTS // 2
     bus = (await plane.client()).bus
     bucket = plane_bucket(plane)
     writer = StoredEvents(bus, bucket, "one")
     assert await writer.start() == []
-    for number in range(35):
+    for number in range(count):
         writer.add(event(number))
-    writer.add(event(35, "too long" * 200))
+    writer.add(event(count, "x" * EVENT_BYTES))  # it is too long
     await writer.stop()
-    assert [one.id for one in await stored_by(bus, bucket)] == list(range(35))
+    assert [one.id for one in await stored_by(bus, bucket)] == list(range(count))
     other = StoredEvents(bus, bucket, "two")
     await other.start()
-    for number in range(35, 50):
+    for number in range(count, total):
         other.add(event(number))
     await other.stop()
-    assert len(await bus.list_keys(bucket, ">")) == 4
-    assert [one.id for one in await stored_by(bus, bucket)] == list(range(20, 50))
+    assert len(await bus.list_keys(bucket, ">")) == CHUNKS
+    assert [one.id for one in await stored_by(bus, bucket)] == list(range(2 * CHUNK_EVENTS, total))
 
 
 async def test_the_frontend_continues_without_a_store_of_events_and_warns_of_it(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plane: Plane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bus = (await plane.client()).bus
+    class Refusing:
+        """A connection whose key may not read the bucket."""
 
-    async def refuse(bucket: KeyValueBucket) -> None:
-        raise PermissionDenied("frontend may not read", role="frontend", fix="add the key")
+        async def ensure_bucket(self, bucket: KeyValueBucket) -> None:
+            raise PermissionDenied("frontend may not read", role="frontend", fix="add the key")
 
-    monkeypatch.setattr(bus, "ensure_bucket", refuse)
-    writer = StoredEvents(bus, plane_bucket(plane), "one")
+    writer = StoredEvents(cast(Bus, Refusing()), plane_bucket(plane), "one")
     with caplog.at_level(logging.WARNING):
         assert await writer.start() == []
     assert (

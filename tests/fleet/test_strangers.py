@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from frontend.server import listeners
+from frontend.frontend_limits import FrontendLimits
 from frontend.server.bodies import MAX_BODY_BYTES, MAX_BRACKETS, MAX_NAMES_BYTES
 from frontend.server.options import FrontendOptions
 from tests.conftest import Plane
@@ -140,10 +140,9 @@ async def _closed(reader: asyncio.StreamReader) -> None:
             assert await reader.read() == b""
 
 
-async def test_an_unfinished_head_ends(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unfinished_head_ends(plane: Plane) -> None:
     """The first head, and the head of a further request on the same connection."""
-    monkeypatch.setattr(listeners, "HEAD_TIMEOUT_S", 1.0)
-    async with facade(plane) as http:
+    async with facade(plane, limits=FrontendLimits(head_timeout_s=1.0)) as http:
         where = ("127.0.0.1", http.base_url.port)
         silent, silent_writer = await asyncio.open_connection(*where)
         begun, writer = await asyncio.open_connection(*where)
@@ -158,9 +157,8 @@ async def test_an_unfinished_head_ends(plane: Plane, monkeypatch: pytest.MonkeyP
             each.close()
 
 
-async def test_connections_without_a_request_make_room(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "MAX_CONNECTIONS", 4)
-    async with facade(plane) as http, contextlib.AsyncExitStack() as stack:
+async def test_connections_without_a_request_make_room(plane: Plane) -> None:
+    async with facade(plane, limits=FrontendLimits(connections=4)) as http, contextlib.AsyncExitStack() as stack:
         idle = []
         for _ in range(5):
             reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)

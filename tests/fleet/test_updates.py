@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from nats.aio.msg import Msg
 
-import rl_plane.commit.sessions
 from rl_plane.bus.lock import LockTimings
 from rl_plane.client import RlClient
+from rl_plane.commit.steps import SESSION_IDLE_S
 from rl_plane.errors import (
     Conflict,
     EngineFailed,
@@ -326,10 +326,9 @@ async def test_one_client_prepares_and_another_aborts(plane: Plane) -> None:
     assert (await one.run("update_weights", update_of(plane.model(2), "two")))["version"]["sequence"] == 1
 
 
-async def test_a_silent_session_expires(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rl_plane.commit.sessions.SESSION_IDLE_S == 120
-    monkeypatch.setattr(rl_plane.commit.sessions, "SESSION_IDLE_S", 1)
-    fleet = await plane.fleet()
+async def test_a_silent_session_expires(plane: Plane) -> None:
+    assert SESSION_IDLE_S == 120
+    fleet = Fleet(await plane.client(), session_idle_s=1)
     plane.spawn()
     prepared = await fleet.run("prepare_weights_update", update_of(plane.model(1), "one"))
 

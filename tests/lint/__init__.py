@@ -1,1 +1,1 @@
-"""Checks of the repository's own language and names, run by `make lint`."""
+"""Checks of the repository's own language, names and patches, run by `make lint`."""

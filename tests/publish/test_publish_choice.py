@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from rl_plane.publish import WeightPublisher
 from rl_plane.transports.base import SenderContext, world_size
 from rl_plane.transports.registry import candidates, installed
 from tests.conftest import Plane
-from tests.support.publishing import served
+from tests.support.publishing import on_another_machine, served
 from worker.receive.staging import model_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
@@ -60,43 +61,43 @@ def test_what_lasts_comes_first_where_the_trainer_ends(host: str, with_root: boo
     )
 
 
-def lacks_nixl(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("rl_plane.transports.nixl.wire.have_nixl", lambda: False)
+@contextlib.contextmanager
+def lacking_nixl() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "nixl", None)
+        yield
 
 
-def lacks_torch_and_linux(patch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def lacking_torch_and_linux() -> Iterator[None]:
     def refuse() -> None:
         raise Unsupported("ipc needs Linux")
 
-    lacks_nixl(patch)
-    patch.setattr("rl_plane.transports.ipc.sender.check_platform", refuse)
-    patch.setitem(sys.modules, "torch.distributed", None)
-
-
-def is_elsewhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("platform.node", lambda: "elsewhere")
+    with lacking_nixl(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rl_plane.transports.ipc.sender.check_platform", refuse)
+        patch.setitem(sys.modules, "torch.distributed", None)
+        yield
 
 
 @pytest.mark.engines("nixl")
 @pytest.mark.parametrize(
     ("of_the_trainer", "expected"),
-    [(lacks_nixl, "ipc"), (lacks_torch_and_linux, "object_store"), (is_elsewhere, "object_store")],
+    [(lacking_nixl, "ipc"), (lacking_torch_and_linux, "object_store"), (on_another_machine, "object_store")],
 )
 async def test_auto_goes_by_what_the_trainer_has(
-    of_the_trainer: Callable[[pytest.MonkeyPatch], None],
+    of_the_trainer: Callable[[], contextlib.AbstractContextManager[None]],
     expected: str,
     plane: Plane,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plane.spawn()
     fleet = await plane.fleet()
     (worker,) = (await fleet.run("workers"))["workers"]
     assert set(ALL) <= set(worker["transports"])
-    of_the_trainer(monkeypatch)
-    publisher = WeightPublisher(plane.model(1), fleet)
-    for label in ("one", "two"):
-        await publisher.publish_async(label)
-        assert publisher.backend == expected
+    with of_the_trainer():
+        publisher = WeightPublisher(plane.model(1), fleet)
+        for label in ("one", "two"):
+            await publisher.publish_async(label)
+            assert publisher.backend == expected
     assert await served(plane) == {("two", model_digest(plane.model(1)), 2)}
     await asyncio.to_thread(publisher.close)
     # No transport fits: the error says what each needs.

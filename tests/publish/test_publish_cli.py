@@ -20,7 +20,7 @@ from rl_plane.sync import SyncRlClient
 from rl_plane.transports.registry import installed
 from tests.support.fleet_updates import all_serve
 from tests.support.frontend_here import started
-from tests.support.publishing import all_keep, nudged
+from tests.support.publishing import all_keep, nudged, on_another_machine
 from worker.engines.fake.adapter import make_fake_adapter, make_fake_model
 from worker.receive.staging import adapter_digest, model_digest
 
@@ -156,22 +156,20 @@ async def test_a_directory_goes_by_each_transport(
     assert all(row["admission"]["open"] for row in state["workers"])
 
 
-async def test_options_of_the_transports_own(
-    plane: Plane, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_options_of_the_transports_own(plane: Plane, capsys: pytest.CaptureFixture[str]) -> None:
     plane.spawn()
-    monkeypatch.setattr("platform.node", lambda: "elsewhere")  # as the engines are
-    argv = ["publish", str(plane.model(1)), "--transport", "gloo", "--nats-url", plane.url]
-    argv += ["--namespace", plane.namespace, "--json"]
-    for given, field in (
-        ([], "options.host"),
-        (["--option", "host=127.0.0.1", "--option", "port=x"], "options.port"),
-    ):
-        assert await asyncio.to_thread(main.run, [*argv, *given]) == 1
-        error = json.loads(capsys.readouterr().out)["error"]
-        assert error["field"] == field
-    given = ["--option", "host=127.0.0.1", "--option", "port=0", "--option", "timeout_s=60"]
-    assert await asyncio.to_thread(main.run, [*argv, *given]) == 0
+    with on_another_machine():  # than the engines
+        argv = ["publish", str(plane.model(1)), "--transport", "gloo", "--nats-url", plane.url]
+        argv += ["--namespace", plane.namespace, "--json"]
+        for given, field in (
+            ([], "options.host"),
+            (["--option", "host=127.0.0.1", "--option", "port=x"], "options.port"),
+        ):
+            assert await asyncio.to_thread(main.run, [*argv, *given]) == 1
+            error = json.loads(capsys.readouterr().out)["error"]
+            assert error["field"] == field
+        given = ["--option", "host=127.0.0.1", "--option", "port=0", "--option", "timeout_s=60"]
+        assert await asyncio.to_thread(main.run, [*argv, *given]) == 0
     assert json.loads(capsys.readouterr().out)["transport"] == "gloo"
 
 

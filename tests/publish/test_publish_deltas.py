@@ -8,7 +8,6 @@ import errno
 import functools
 import importlib
 import os
-import platform
 import sys
 import threading
 from pathlib import Path
@@ -16,14 +15,13 @@ from typing import Any
 
 import pytest
 
-import rl_plane.publish.delta_attempt as by_copy
 from rl_plane.errors import InvalidRequest, UpdateAborted
 from rl_plane.publish import WeightPublisher, host_copy
 from rl_plane.publish.fleet_access import BlockingFleet
 from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import AGAIN, TRIES, HostCopy
 from rl_plane.publish.publish_options import PublishOptions
-from rl_plane.publish.send_plan import SenderFactory, SendPlan
+from rl_plane.publish.send_plan import SenderFactory
 from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.transports.nixl.sender import NixlSender, build
 from rl_plane.transports.registry import make_sender
@@ -38,10 +36,13 @@ from tests.support.publishing import (
     Changing,
     all_keep,
     nudged,
+    on_another_machine,
     publisher_by,
     root_of,
     serve,
     served,
+    unnoticed_loss,
+    with_free_memory,
 )
 from worker.engines.fake.adapter import make_fake_adapter, make_fake_model
 from worker.receive.staging import model_digest
@@ -49,7 +50,7 @@ from worker.receive.staging import model_digest
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 
-async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deltas_by_the_publishers_own_copy(plane: Plane) -> None:
     """The last version but one may be gone, a source may fail, and a worker may have lost what it kept."""
     plane.spawn_many(2)
     models = [plane.model(1)]
@@ -100,8 +101,7 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     body: dict[str, Any] = {"transport": {"backend": "filesystem", "path": str(models[4])}}
     await client.run("update_weights", body)
     models[4].rename(plane.tmp / "away")
-    with monkeypatch.context() as patch:
-        patch.setattr(SendPlan, "is_kept", lambda *_: True)
+    with unnoticed_loss():
         await publish(5, "full")
     await publish(6, "delta")
     # Another trainer has published meanwhile.
@@ -205,27 +205,25 @@ async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
 
     publisher = WeightPublisher(source, client, root=root_of(plane))
     await publish("full", kept=False)
-    with monkeypatch.context() as patch:
-        patch.setattr(platform, "node", lambda: "elsewhere")
+    with on_another_machine(), monkeypatch.context() as patch:
         await publish("full", kept=True)
         await publish("delta", kept=True)
         nbytes = publisher.copy_bytes
-        patch.setattr(by_copy, "free_memory", lambda: nbytes)
-        await publish("delta", kept=True)  # the copy is there already
-        patch.setattr(by_copy, "free_memory", lambda: nbytes - 1)
-        await publish("full", kept=False)
-        assert not publisher.copy_bytes
-        patch.setattr(by_copy, "free_memory", lambda: 3 * nbytes)
-        await publish("full", kept=True)
-        patch.setitem(sys.modules, "numba", None)  # as if it weren't installed
-        await publish("full", kept=False)
+        with with_free_memory(nbytes):
+            await publish("delta", kept=True)  # the copy is there already
+        with with_free_memory(nbytes - 1):
+            await publish("full", kept=False)
+            assert not publisher.copy_bytes
+        with with_free_memory(3 * nbytes):
+            await publish("full", kept=True)
+            patch.setitem(sys.modules, "numba", None)  # as if it weren't installed
+            await publish("full", kept=False)
     await publish("full", kept=False)
     assert not publisher.copy_bytes
     await asyncio.to_thread(publisher.close)
 
     publisher = WeightPublisher(source, client, transport="object_store")
-    with monkeypatch.context() as patch:
-        patch.setattr(by_copy, "free_memory", lambda: 0)
+    with with_free_memory(0):
         await publish("full", kept=False)
     await publish("full", kept=True)
     await publish("delta", kept=True)
@@ -233,9 +231,7 @@ async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
 
 
 @pytest.mark.parametrize("transport", ["gloo", "nixl"])
-async def test_deltas_that_are_chosen_overlap_the_next_step(
-    transport: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_deltas_that_are_chosen_overlap_the_next_step(transport: str, plane: Plane) -> None:
     """The memory lent from the copy is returned once all workers are on one machine again."""
     if transport == "nixl":
         pytest.importorskip("nixl")
@@ -263,8 +259,7 @@ async def test_deltas_that_are_chosen_overlap_the_next_step(
         (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
         assert newest["encoding"] == encoding
 
-    with monkeypatch.context() as patch:
-        patch.setattr(platform, "node", lambda: "elsewhere")
+    with on_another_machine():
         await publish(0, "full")
         await plane.until(functools.partial(all_keep, client, models[0]), BOUND_S)
         await publish(1, "delta")
@@ -353,9 +348,9 @@ async def test_memory_lent_to_nixl_is_returned_before_a_copy_is_allocated(
         return senders[-1]
 
     publisher = publisher_by(make_nixl, source, plane.url, transport="nixl", options={"host": "127.0.0.1"}, **how)
-    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
     source.path = plane.model(1)
-    await publisher.publish_async("one")
+    with on_another_machine():
+        await publisher.publish_async("one")
     (sender,), make, lent = senders, nixl.RegisteredMemory, []
     assert sender.lent_bytes
 
@@ -363,10 +358,10 @@ async def test_memory_lent_to_nixl_is_returned_before_a_copy_is_allocated(
         lent.append(sender.lent_bytes)
         return make(*given)
 
-    monkeypatch.setattr(by_copy, "free_memory", lambda: 0)
     monkeypatch.setattr(nixl, "RegisteredMemory", memory)
     source.path = plane.model(2)
-    await publisher.publish("two", wait=False).wait()
+    with on_another_machine(), with_free_memory(0):
+        await publisher.publish("two", wait=False).wait()
     assert lent == [0]
     assert await served(plane) == {("two", model_digest(plane.model(2)), 2)}
     await asyncio.to_thread(publisher.close)

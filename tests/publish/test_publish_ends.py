@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -137,6 +139,19 @@ async def test_a_block_that_fails_raises_its_own_error_in_the_loop_of_its_client
     await publisher.aclose()
 
 
+@contextlib.contextmanager
+def interrupted_after(begun: threading.Event) -> Iterator[None]:
+    """Waiting for a publication raises KeyboardInterrupt once `begun` is set, as Ctrl-C does in the main thread."""
+
+    def interrupted(self: Publication, timeout_s: float | None = None) -> dict[str, Any]:
+        assert begun.wait(BOUND_S)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Publication, "result", interrupted)
+        yield
+
+
 @pytest.mark.parametrize(
     ("transport", "how"),
     [(each, {}) for each in ("filesystem", "gloo", "ipc", "nixl", "object_store")]
@@ -160,10 +175,6 @@ async def test_ctrl_c_in_the_middle_gives_the_version_up(
             begun.set()
             assert given_up.wait(BOUND_S)
 
-    def interrupted(self: Publication, timeout_s: float | None = None) -> dict[str, Any]:
-        assert begun.wait(BOUND_S)
-        raise KeyboardInterrupt
-
     give_up = RunningPublication.give_up
 
     def noted(self: RunningPublication, error: BaseException) -> None:
@@ -184,8 +195,7 @@ async def test_ctrl_c_in_the_middle_gives_the_version_up(
         publishers_made.append(WeightPublisher(two, plane.url, **{**options, **how}))
         publishers_made[0].publish("two")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Publication, "result", interrupted)
+    with interrupted_after(begun), monkeypatch.context() as patch:
         patch.setattr(RunningPublication, "give_up", noted)
         with pytest.raises(KeyboardInterrupt):
             await asyncio.to_thread(publish)
@@ -206,7 +216,7 @@ async def test_ctrl_c_in_the_middle_gives_the_version_up(
     await asyncio.to_thread(again.close)
 
 
-async def test_ctrl_c_ends_a_sender_without_receivers(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ctrl_c_ends_a_sender_without_receivers(plane: Plane) -> None:
     plane.spawn()
     begun = threading.Event()
 
@@ -217,16 +227,10 @@ async def test_ctrl_c_ends_a_sender_without_receivers(plane: Plane, monkeypatch:
             begun.set()
             super().send(number)
 
-    def interrupted(self: Publication, timeout_s: float | None = None) -> dict[str, Any]:
-        assert begun.wait(BOUND_S)
-        raise KeyboardInterrupt
-
     options: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
     publisher = publisher_by(lambda name, around: Stuck(around), plane.model(1), plane.url, **options)
-    with monkeypatch.context() as patch:
-        patch.setattr(Publication, "result", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            await asyncio.to_thread(publisher.publish, "one")
+    with interrupted_after(begun), pytest.raises(KeyboardInterrupt):
+        await asyncio.to_thread(publisher.publish, "one")
     one = publisher.latest
     assert one is not None
     assert one.read

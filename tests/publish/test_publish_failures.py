@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import rl_plane.publish.attempt as attempts
 import rl_plane.publish.publisher as publishers
 from rl_plane.errors import (
     Conflict,
@@ -24,6 +23,7 @@ from rl_plane.errors import (
 )
 from rl_plane.publish import Progress, WeightPublisher
 from rl_plane.publish.fleet_access import BlockingFleet
+from rl_plane.publish.publish_options import PublishLimits
 from rl_plane.publish.sources.base import Taken
 from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.transports.base import SenderContext
@@ -120,10 +120,20 @@ async def test_a_worker_that_died_before_it_connected_is_not_waited_for(
     await asyncio.to_thread(publisher.close)
 
 
+@contextlib.contextmanager
+def no_threads() -> Iterator[None]:
+    """A publisher gets no further thread, because the process has too many."""
+
+    def refuse(_: Callable[[], object]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publishers, "on_thread", refuse)
+        yield
+
+
 @pytest.mark.parametrize("gathered", [False, True])
-async def test_a_publication_that_gets_no_thread_has_ended(
-    gathered: bool, plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_publication_that_gets_no_thread_has_ended(gathered: bool, plane: Plane) -> None:
     """The fleet's prepared update ends too."""
     plane.spawn()
     changing = Changing()
@@ -132,21 +142,14 @@ async def test_a_publication_that_gets_no_thread_has_ended(
     how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
     publisher = WeightPublisher(source, plane.url, transport="gloo", **how)
 
-    def no_thread(_: Callable[[], object]) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(publishers, "on_thread", no_thread)
-        with pytest.raises(RuntimeError, match="new thread"):
-            await publisher.publish_async("one")
+    with no_threads(), pytest.raises(RuntimeError, match="new thread"):
+        await publisher.publish_async("one")
     if not gathered:  # and what is under way is waited for all the same
         held = changing.source = Held(plane.model(2))
         before = publisher.publish("before", wait=False)
         await asyncio.to_thread(held.begun.wait, BOUND_S)
-        with monkeypatch.context() as patch:
-            patch.setattr(publishers, "on_thread", no_thread)
-            with pytest.raises(RuntimeError, match="new thread"):
-                publisher.publish("between", wait=False)
+        with no_threads(), pytest.raises(RuntimeError, match="new thread"):
+            publisher.publish("between", wait=False)
         assert publisher.latest is before
         held.go.set()
         await before.wait()
@@ -186,42 +189,48 @@ async def test_a_failure_names_the_worker_and_leaves_the_fleet_as_it_was(plane: 
     assert not [path for path in root_of(plane).iterdir() if path.name.startswith(".")]
 
 
-class Losing:
+class Losing(BlockingFleet):
     """Loses the first answer to an op, which may be an error. With `at_once` it loses the answer before the op has
     ended."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, op: str, *, at_once: bool = False) -> None:
+    def __init__(self, plane: Plane, op: str, *, at_once: bool = False) -> None:
+        super().__init__(plane.url, namespace=plane.namespace, component=plane.component)
         self.asked: list[str] = []
         """Update ids."""
         self.first = threading.Thread(target=lambda: None)
-        run = BlockingFleet.run
+        self._op = op
+        self._at_once = at_once
 
-        def losing(fleet: BlockingFleet, asked: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
-            if asked != op:
-                return run(fleet, asked, body, request_id)
-            self.asked.append(request_id or body["update_id"])
-            if len(self.asked) > 1:
-                return run(fleet, asked, body, request_id)
+    def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        run = super().run
+        if op != self._op:
+            return run(op, body, request_id)
+        self.asked.append(request_id or body["update_id"])
+        if len(self.asked) > 1:
+            return run(op, body, request_id)
 
-            def first() -> None:
-                with contextlib.suppress(PlaneError):
-                    run(fleet, asked, body, request_id)
+        def first() -> None:
+            with contextlib.suppress(PlaneError):
+                run(op, body, request_id)
 
-            self.first = threading.Thread(target=first)
-            self.first.start()
-            if not at_once:
-                self.first.join()
-            raise Unavailable("the answer was lost")
-
-        patch.setattr(BlockingFleet, "run", losing)
-        patch.setattr(attempts, "AGAIN_S", 0.01)
+        self.first = threading.Thread(target=first)
+        self.first.start()
+        if not self._at_once:
+            self.first.join()
+        raise Unavailable("the answer was lost")
 
 
-async def test_an_answer_that_was_lost_is_asked_for_again(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+class AgainAtOnce(WeightPublisher):
+    """Asks at once for an answer that was lost."""
+
+    limits = PublishLimits(again_s=0.01)
+
+
+async def test_an_answer_that_was_lost_is_asked_for_again(plane: Plane) -> None:
     """The publisher repeats the call with the same id, so the version is committed once."""
     plane.spawn()
-    losing = Losing(monkeypatch, "update_weights")
-    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
+    losing = Losing(plane, "update_weights")
+    publisher = AgainAtOnce(plane.model(1), losing, root=root_of(plane))
     reply = (await publisher.publish_async("one")).result()
     assert reply["version"]["sequence"] == 1
     assert len(losing.asked) == 2
@@ -244,17 +253,15 @@ receiver.receive = receive
 @pytest.mark.parametrize(
     ("fails", "at_once"), [("while it receives", False), ("at its end", False), ("at its end", True)]
 )
-async def test_a_reason_whose_answer_was_lost_is_asked_for_again(
-    fails: str, at_once: bool, plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reason_whose_answer_was_lost_is_asked_for_again(fails: str, at_once: bool, plane: Plane) -> None:
     """The error names the worker and the reason, although the pushed update is gone. `at_once`: it is about to fail."""
     plane.spawn()
     if fails == "at its end":
         failing, why = plane.spawn(patch=DOES_NOT_FIT), "it does not fit"
     else:
         failing, why = plane.spawn(staging_bytes=1), "bytes to stage"
-    losing = Losing(monkeypatch, "complete_weights_update", at_once=at_once)
-    publisher = WeightPublisher(plane.model(1), await plane.fleet(), transport="gloo", workers=2)
+    losing = Losing(plane, "complete_weights_update", at_once=at_once)
+    publisher = AgainAtOnce(plane.model(1), losing, transport="gloo", workers=2)
     with pytest.raises(UpdateAborted, match=why) as caught:
         await publisher.publish_async("one")
     rows = {row["instance_id"]: row for row in caught.value.facts["workers"]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import platform
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.support.publishing import (
     BOUND_S,
     Gathering,
     Held,
+    on_another_machine,
     publisher_by,
     root_of,
     served,
@@ -32,9 +32,7 @@ from worker.receive.staging import adapter_digest, model_digest
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 
-async def test_the_fleet_has_the_trainers_weights_from_the_start(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_fleet_has_the_trainers_weights_from_the_start(plane: Plane) -> None:
     plane.spawn()
     source = Gathering(plane.model(1))
 
@@ -56,8 +54,7 @@ async def test_the_fleet_has_the_trainers_weights_from_the_start(
     await asyncio.to_thread(begin, "step_0")  # a trainer that starts again
     assert await served(plane) == {("step_0", model_digest(plane.model(1)), 2)}
     assert source.taken == 3 * count // 2, "other ranks, which gather, are not left waiting"
-    with monkeypatch.context() as patch:
-        patch.setattr(platform, "node", lambda: "elsewhere")  # which nixl would have to know how to reach
+    with on_another_machine():  # which nixl would have to know how to reach
         await asyncio.to_thread(begin, "step_0", root=None, transport="nixl")
     assert await served(plane) == {("step_0", model_digest(plane.model(1)), 2)}
     other = Gathering(plane.model(2))  # another run's, under the same label

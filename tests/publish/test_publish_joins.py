@@ -32,6 +32,7 @@ from tests.support.publishing import (
     Noted,
     loaded,
     nudged,
+    on_another_machine,
     publisher_by,
     root_of,
     serve,
@@ -118,14 +119,11 @@ async def test_a_sender_stays_until_a_version_by_the_next_is_committed(
 
 
 @pytest.mark.engines("nixl")
-async def test_a_sender_that_workers_elsewhere_do_not_reach_is_not_used(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sender_that_workers_elsewhere_do_not_reach_is_not_used(plane: Plane) -> None:
     plane.spawn()
     publisher = WeightPublisher(plane.model(1), await plane.fleet(), transport="nixl")
     await publisher.publish_async("one")
-    with monkeypatch.context() as patched:
-        patched.setattr("platform.node", lambda: "elsewhere")
+    with on_another_machine():
         with pytest.raises(InvalidRequest, match="on other machines") as caught:
             await publisher.publish_async("two")
         assert caught.value.facts["field"] == "options.host"

@@ -18,7 +18,6 @@ from rl_plane.protocol.versions import TensorSpec
 from rl_plane.publish import WeightPublisher
 from rl_plane.publish.partial_attempt import Baseline, Link
 from rl_plane.publish.publish_options import PublishOptions
-from rl_plane.publish.send_plan import SendPlan
 from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.transports.nixl.sender import NixlSender
 from rl_plane.transports.registry import make_sender
@@ -27,7 +26,16 @@ from tests.conftest import Plane
 from tests.support.delta_updates import tensors_in
 from tests.support.fleet_updates import generated
 from tests.support.healing import until_behind
-from tests.support.publishing import BOUND_S, Changing, all_keep, nudged, publisher_by, root_of, serve
+from tests.support.publishing import (
+    BOUND_S,
+    Changing,
+    all_keep,
+    nudged,
+    publisher_by,
+    root_of,
+    serve,
+    unnoticed_loss,
+)
 from worker.engines.fake.adapter import fake_token
 from worker.receive.staging import model_digest
 
@@ -118,9 +126,7 @@ async def test_only_what_differs_is_sent(transport: str, plane: Plane) -> None:
     await asyncio.to_thread(publisher.close)
 
 
-async def test_late_workers_and_a_fleet_that_has_lost_the_base(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_late_workers_and_a_fleet_that_has_lost_the_base(plane: Plane) -> None:
     plane.spawn()
     models = [plane.model(1)]
     for number in range(1, 8):
@@ -142,17 +148,14 @@ async def test_late_workers_and_a_fleet_that_has_lost_the_base(
     assert (await publish(models[5]))[0] == "partial"
     # The publisher hears of it only after it has read the tensors, which are as they were.
     await client.run("update_weights", body)
-    with monkeypatch.context() as patch:
-        patch.setattr(SendPlan, "is_kept", lambda *_: True)
+    with unnoticed_loss():
         assert (await publish(models[6]))[0] == "full"
     assert (await publish(models[7]))[0] == "partial"
     # They may have changed: the next version goes in full.
     await client.run("update_weights", body)
     source.path = models[6]
-    with monkeypatch.context() as patch:
-        patch.setattr(SendPlan, "is_kept", lambda *_: True)
-        with pytest.raises(NotAtBase, match="may have changed"):
-            await publisher.publish("late", wait=False).wait()
+    with unnoticed_loss(), pytest.raises(NotAtBase, match="may have changed"):
+        await publisher.publish("late", wait=False).wait()
     assert (await publish(models[6]))[0] == "full"
     await asyncio.to_thread(publisher.close)
 

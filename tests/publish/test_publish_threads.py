@@ -60,12 +60,15 @@ class CurrentGpu(threading.local):
     """Stands in for `torch.cuda`: it has one current GPU for each thread."""
 
     number = 0
+    has_failed = False
 
     def set_in(self, patch: pytest.MonkeyPatch) -> None:
         from torch import cuda
 
         @contextlib.contextmanager
         def device(number: int) -> Iterator[None]:
+            if self.has_failed:
+                raise RuntimeError("CUDA error: device-side assert triggered")
             before, self.number = self.number, number
             yield
             self.number = before
@@ -73,6 +76,10 @@ class CurrentGpu(threading.local):
         patch.setattr(cuda, "is_initialized", lambda: True)
         patch.setattr(cuda, "current_device", lambda: self.number)
         patch.setattr(cuda, "device", device)
+
+
+class FailedGpu(CurrentGpu):
+    has_failed = True
 
 
 class OnGpu(Gathering):
@@ -126,28 +133,22 @@ async def test_what_is_read_on_another_thread_is_read_by_the_callers_gpu(
 
 def test_a_failed_gpu_is_reported_by_the_code_that_reads_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The readers end what they have begun. A thread that raised before it called them would leave that undone."""
-    CurrentGpu().set_in(monkeypatch)
-
-    def failed(number: int) -> Any:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr("torch.cuda.device", failed)
+    FailedGpu().set_in(monkeypatch)
     outcome: Future[str] = Future()
     on_thread(lambda: outcome.set_result("read"))
     assert outcome.result(BOUND_S) == "read"
 
 
-async def test_a_trainer_without_cuda_does_not_initialise_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_trainer_without_cuda_does_not_initialise_it(tmp_path: Path) -> None:
+    """Without a GPU, a question about the current one raises an error."""
     from torch import cuda
 
-    monkeypatch.setattr(cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(cuda, "current_device", lambda: pytest.fail("it would be initialised"))
+    assert not cuda.is_initialized()
     source = Gathering(make_fake_model(tmp_path, 1))
     publication = await WeightPublisher(source, "nats://127.0.0.1:9", rank=1).publish_async("one")
     assert publication.result() == {}
     assert source.taken > 0
+    assert not cuda.is_initialized()
 
 
 def test_a_trainer_without_torch_does_not_import_it() -> None:

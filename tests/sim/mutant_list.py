@@ -701,7 +701,7 @@ MUTANTS = [
     Mutant(
         "coordinator: waits for the others after a refusal that decides",
         "rl_plane/commit/coordinator.py",
-        "            if not asking.done():\n                await asyncio.wait((asking, stopping), timeout=STOP_S)\n",
+        "            if not asking.done():\n                await asyncio.wait((asking, stopping), timeout=self._stop_s)\n",
         "            await asyncio.wait((asking, stopping))\n",
         SHELL + "a_refusal_that_decides_an_update_stops_the_workers_that_receive",
     ),

@@ -24,6 +24,7 @@ from unittest import mock
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.token_stream import IncomingStream
+from rl_plane.commit.steps import SESSION_IDLE_S
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.delta_codec import encode
@@ -116,6 +117,10 @@ class Result:
     """The number of served requests that continued at another worker."""
 
 
+def session_idle_s(seed: int) -> int:
+    return SHORT_IDLE_S if seed % 3 == 0 else SESSION_IDLE_S
+
+
 @contextmanager
 def simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
     """A loop and a chance that are the same each time: nothing of this machine gets in."""
@@ -140,8 +145,6 @@ def simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
         with ExitStack() as stack:
             for target, name, stand_in in stand_ins:
                 stack.enter_context(mock.patch.object(target, name, stand_in))
-            if seed % 3 == 0:
-                stack.enter_context(mock.patch("rl_plane.commit.sessions.SESSION_IDLE_S", SHORT_IDLE_S))
             stack.enter_context(virtual_time(loop))
             yield loop, rng
     finally:
@@ -161,7 +164,7 @@ def run_seed(seed: int, cluster: bool = False, partitions: bool = False) -> Resu
 
 def _run(seed: int, loop: VirtualLoop, rng: random.Random, reached: set[str], scenario: Scenario) -> Result:
     tensors = [(name, tensor.spec) for name, tensor in _tensors(models()[0])]
-    world = World(loop, rng, models(), adapters(), deltas(), tensors)
+    world = World(loop, rng, models(), adapters(), deltas(), tensors, session_idle_s(seed))
     try:
         loop.run_until_complete(_life(world, scenario))
     except RuntimeError as error:  # nothing is left to do, or a violation has stopped the loop

@@ -20,7 +20,7 @@ from rl_plane.protocol.subjects import LOCK, RECORD
 from tests.sim import product
 from tests.sim.calls import call
 from tests.sim.checks import CallRecord
-from tests.sim.run import adapters, deltas, models, simulated
+from tests.sim.run import adapters, deltas, models, session_idle_s, simulated
 from tests.sim.sessions import CANARY, PHASES
 from tests.sim.world import Coordinator, World
 from worker.receive.staging import model_digest
@@ -41,7 +41,7 @@ def live(life: Callable[[World], Coroutine[Any, Any, None]], seed: int = 1, work
     """A fleet lives through the attack, and must be whole at the end."""
     models(), adapters(), deltas()  # written outside of the run
     with simulated(seed) as (loop, rng):
-        world = World(loop, rng, models(), adapters(), deltas(), tensors=[])
+        world = World(loop, rng, models(), adapters(), deltas(), [], session_idle_s(seed))
         try:
             loop.run_until_complete(_life(world, life, workers))
         except RuntimeError:  # a violation has stopped the loop

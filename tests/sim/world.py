@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from frontend.frontend_limits import FrontendLimits
 from frontend.main import Frontend
 from frontend.routing.attempts import Accepted
 from frontend.routing.demands import Demands
 from frontend.server.options import FrontendOptions
 from rl_plane.bus.lock import HeldLock
 from rl_plane.client import RlClient
+from rl_plane.commit.steps import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, PlaneError
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.core import Member, fingerprint
@@ -62,6 +64,8 @@ class World:
     """(digest of the version before, digest of the version after) → path of the delta."""
     tensors: list[tuple[str, TensorSpec]]
     """The tensors of each good checkpoint."""
+    session_idle_s: int = SESSION_IDLE_S
+    """The idle limit of a prepared update."""
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -267,7 +271,8 @@ class World:
         process = self.process(f"frontend {next(self.numbers)}")
 
         async def life() -> None:
-            options = FrontendOptions("sim", "sim", "engine", admission_wait_s=ADMISSION_WAIT_S)
+            limits = FrontendLimits(session_idle_s=self.session_idle_s)
+            options = FrontendOptions("sim", "sim", "engine", admission_wait_s=ADMISSION_WAIT_S, limits=limits)
             while True:
                 try:
                     async with Frontend.running(options) as frontend:
@@ -290,7 +295,7 @@ class World:
             while True:
                 try:
                     client = await RlClient.connect("sim", "sim", "engine", name=process.name.replace(" ", "-"))
-                    self.coordinators.append(Coordinator(process, client, Fleet(client)))
+                    self.coordinators.append(Coordinator(process, client, Fleet(client, self.session_idle_s)))
                     self.say(f"{process.name} is up")
                     return
                 except PlaneError:

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from rl_plane.publish import WeightPublisher
-from tests.support import publishing_ranks
 from tests.support.publishing_ranks import Rank, main
 
 
 class Differing(Rank):
+    versions = 1
+
     def publisher(self, way: str, url: str, **how: Any) -> WeightPublisher:
         self.model.scale = torch.ones(2 + dist.get_rank())
         return WeightPublisher(self.model, url, transport=way, root=os.environ["PUBLISH_ROOT"], **how)
 
 
 if __name__ == "__main__":
-    publishing_ranks.VERSIONS = 1
     main(Differing)

@@ -14,6 +14,7 @@ from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.base import TransportContext
 from worker.receive.host_agent.agent import HostAgent
 from worker.receive.host_agent.host_agent_client import HostAgentClient
+from worker.receive.host_agent.windows import WINDOW_BYTES
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_messages import host_socket
 from worker.receive.rank_agents.agent_server import AgentServer, Method, listen_at
@@ -82,9 +83,15 @@ class StandInRank:
 class OneHost:
     """Two ranks and their host agent."""
 
-    def __init__(self, directory: Path, specs: Mapping[str, TensorSpec], roots: tuple[Path, ...]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        specs: Mapping[str, TensorSpec],
+        roots: tuple[Path, ...],
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
         self.all = [StandInRank(specs, directory, number) for number in range(2)]
-        self.agent = HostAgent(directory)
+        self.agent = HostAgent(directory, window_bytes)
         self._server = AgentServer(listen_at(host_socket(directory)), self.agent.methods())
         self._server.start()
         self.ranks = Ranks(AgentClient.of_ranks(directory, 2))

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import PlaneError
-from rl_plane.transports.object_store import sender
 from rl_plane.transports.object_store.sender import ObjectStoreSender
 from rl_plane.transports.packing import fill
 from rl_plane.weights.checkpoint import Kind, open_checkpoint
@@ -70,9 +69,7 @@ class Publisher:
 
 
 class Trainer:
-    def __init__(self, bucket_bytes: int = 1 << 20, abandoned_s: float | None = None, **options: Any) -> None:
-        if abandoned_s is not None:
-            sender.ABANDONED_S = abandoned_s
+    def __init__(self, bucket_bytes: int = 1 << 20, **options: Any) -> None:
         self._bucket_bytes = bucket_bytes
         self._sender = ObjectStoreSender(**options)
         self._digests: dict[str, str] = {}

@@ -112,8 +112,13 @@ def cuda_tensor(
 
 
 def listed(tensors: Sequence[tuple[str, bytes]]) -> bytes:
-    items = b"".join(plain(name) + tensor + b"\x86" for name, tensor in tensors)
-    return pickled(b"](" + items + b"e")
+    return pickled(_list([plain(name) + tensor + b"\x86" for name, tensor in tensors]))
+
+
+def _list(items: Sequence[bytes]) -> bytes:
+    """A list of pickled values, appended a thousand at a time as `pickle` does."""
+    parts = [items[first : first + 1000] for first in range(0, len(items), 1000)] or [[]]
+    return b"]" + b"".join(b"(" + b"".join(part) + b"e" for part in parts)
 
 
 def of_ranks(tensors: Sequence[tuple[str, Sequence[bytes]]]) -> bytes:
@@ -121,7 +126,7 @@ def of_ranks(tensors: Sequence[tuple[str, Sequence[bytes]]]) -> bytes:
     found = []
     for name, ranks in tensors:
         whole = [one if one.startswith(b"\x80") else pickled(one) for one in ranks]
-        values = b"](" + b"".join(b"B" + struct.pack("<I", len(one)) + one for one in whole) + b"e"
+        values = _list([b"B" + struct.pack("<I", len(one)) + one for one in whole])
         local = "sglang.srt.model_executor.model_runner_components.weight_updater", "LocalSerializedTensor"
         found.append((name, instance(*local, {"values": values})))
     return listed(found)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import platform
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, Unavailable
-from rl_plane.publish import WeightPublisher
-from rl_plane.publish.send_plan import SenderFactory
+from rl_plane.publish import WeightPublisher, delta_attempt
+from rl_plane.publish.send_plan import SenderFactory, SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.transports.base import LendingSender, Sender, SenderContext
@@ -37,6 +40,30 @@ def publisher_by(make: SenderFactory, source: Any, fleet: Any, **options: Any) -
             return make(backend, context)
 
     return Own(source, fleet, **options)
+
+
+@contextlib.contextmanager
+def on_another_machine() -> Iterator[None]:
+    """The trainer in this process is on another machine than the workers of its fleet."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "node", lambda: "elsewhere")
+        yield
+
+
+@contextlib.contextmanager
+def with_free_memory(nbytes: int) -> Iterator[None]:
+    """This machine has so many bytes of free memory, as its publishers see it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta_attempt, "free_memory", lambda: nbytes)
+        yield
+
+
+@contextlib.contextmanager
+def unnoticed_loss() -> Iterator[None]:
+    """The workers lose the version before after the publisher has asked for it: it takes that version for kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SendPlan, "is_kept", lambda *_: True)
+        yield
 
 
 def root_of(plane: Plane) -> Path:

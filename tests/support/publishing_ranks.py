@@ -27,6 +27,8 @@ GATHER_S = 60.0
 class Rank:
     """One rank. A script overrides the parts that differ."""
 
+    versions = VERSIONS
+
     def __init__(self) -> None:
         self.model = fsdp2(fresh())
 
@@ -48,7 +50,7 @@ class Rank:
         for way in ways:
             how: dict[str, Any] = {"namespace": namespace, "component": component, "bucket_bytes": 100}
             with self.publisher(way, url, **how) as publisher:
-                for number in range(1, VERSIONS + 1):
+                for number in range(1, self.versions + 1):
                     self.step(way)
                     self.begins(number)
                     version, error = f"{way} {number}", ""

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -56,6 +57,8 @@ class Behaviour:
     retry_after: str = "0"
     redirects: dict[str, str] = field(default_factory=dict)
     """A file's name, or `*`, to the URL of its redirect. `{name}` is the file's."""
+    before: dict[str, Callable[[], object]] = field(default_factory=dict)
+    """A file's name → what happens before its next answer, once."""
     drip: bool = False
     """Sends one byte at a time."""
     hold_after: int | None = None
@@ -83,6 +86,8 @@ class RangeServer:
                 name = parts.path.rpartition("/")[2]
                 asked = Asked(parts.path, parts.query, self.headers.get("Range"), dict(self.headers.items()))
                 plan.asked.append(asked)
+                if (happens := plan.before.pop(name, None)) is not None:
+                    happens()
                 with contextlib.suppress(OSError):
                     self._answer(name, directory / unquote(parts.path).lstrip("/"), parts.query)
 

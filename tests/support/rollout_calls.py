@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from frontend.completions.reply_choice import Choice
 from frontend.routing.fleet_status import FleetStatus
+from frontend.routing.progress import GenerationProgress
+from rl_plane.protocol.generation import GenerateDelta
 from tests.support.committed_records import span
 from tests.support.scripted_worker import Script, Stream
 
@@ -35,6 +38,34 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> set[asyncio.Task[Any] | None]:
         await wait(status, timeout_s)
 
     monkeypatch.setattr(FleetStatus, "wait_changed", noted)
+    return found
+
+
+@pytest.fixture
+def delivered(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
+    """The choices of which a frontend of this process has taken tokens or an end, to deliver them."""
+    take, found = Choice.take, list[Choice]()
+
+    def noted(choice: Choice, event: Any) -> None:
+        take(choice, event)
+        if all(choice is not one for one in found):
+            found.append(choice)
+
+    monkeypatch.setattr(Choice, "take", noted)
+    return found
+
+
+@pytest.fixture
+def progressing(monkeypatch: pytest.MonkeyPatch) -> list[GenerationProgress]:
+    """The progress of each request of which a frontend of this process has taken tokens from a worker."""
+    take, found = GenerationProgress.take, list[GenerationProgress]()
+
+    def noted(progress: GenerationProgress, delta: GenerateDelta) -> None:
+        take(progress, delta)
+        if all(progress is not one for one in found):
+            found.append(progress)
+
+    monkeypatch.setattr(GenerationProgress, "take", noted)
     return found
 
 

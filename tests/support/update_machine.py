@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rl_plane.commit.commands import machine_for
-from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.commit.steps import (
+    SESSION_IDLE_S,
     Announce,
     Answered,
     Done,

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -134,19 +134,22 @@ class Watched:
         self._strangers.attack(one for _, one in new)
         self.found |= new
 
-    def run_between(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Looks before each op of the publisher that changes something. Listeners come and go meanwhile."""
-
-        def looked(fleet: BlockingFleet, op: str, body: dict[str, Any], *more: Any) -> Any:
-            if op in ("init_transport", "prepare_weights_update", "update_weights", "complete_weights_update"):
-                self.secrets |= set(re.findall(r"'secret': '(\w+)'", repr(body)))
-                self.look()
-            return run(fleet, op, body, *more)
-
-        return looked
-
     def of(self, process: str) -> Counter[Row]:
         return Counter(row(process.split()[0], one) for name, one in self.found if name == process)
+
+
+class WatchedFleet(BlockingFleet):
+    """Looks before each op of the publisher that changes something. Listeners come and go meanwhile."""
+
+    def __init__(self, plane: Plane, watched: Watched) -> None:
+        super().__init__(plane.url, namespace=plane.namespace, component=plane.component)
+        self._watched = watched
+
+    def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        if op in ("init_transport", "prepare_weights_update", "update_weights", "complete_weights_update"):
+            self._watched.secrets |= set(re.findall(r"'secret': '(\w+)'", repr(body)))
+            self._watched.look()
+        return super().run(op, body, request_id)
 
 
 @pytest.fixture
@@ -156,16 +159,14 @@ def strangers() -> Iterator[Strangers]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ipc", "nixl"])
-async def test_strangers_at_every_socket_of_an_update(
-    backend: str, plane: Plane, strangers: Strangers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_strangers_at_every_socket_of_an_update(backend: str, plane: Plane, strangers: Strangers) -> None:
     """The update commits with the right digest, nothing is given out, and the page lists each socket."""
     if backend == "nixl":
         pytest.importorskip("nixl")
     plane.spawn_many(2, model=plane.model(0, **SHAPE))
-    client, fleet = await plane.client(), await plane.fleet()
+    client = await plane.client()
     watched = Watched(plane, strangers)
-    monkeypatch.setattr(BlockingFleet, "run", watched.run_between(BlockingFleet.run))
+    fleet = WatchedFleet(plane, watched)
     # By nixl, workers listen for one another too.
     options: dict[str, Any] = {"bucket_bytes": 1 << 18, "workers": 2, "encoding": "full"}
     publisher = WeightPublisher(plane.model(1, **SHAPE), fleet, transport=backend, **options)

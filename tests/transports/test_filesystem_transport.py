@@ -19,7 +19,6 @@ import pytest
 from blake3 import blake3
 from xxhash import xxh3_128
 
-import rl_plane.weights.rooted_files as directories
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import DigestAlgorithm, TensorSpec, tensors_digest
@@ -34,7 +33,8 @@ from rl_plane.weights.checkpoint import (
     write_manifest,
 )
 from rl_plane.weights.rooted_files import MAX_JSON_BYTES
-from rl_plane.weights.safetensors_file import READ_BYTES, DiskFile, write_safetensors
+from rl_plane.weights.safetensors_file import READ_BYTES, write_safetensors
+from tests.support.replaced_files import replaced_while_opened
 from tests.support.safetensors_files import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
@@ -556,20 +556,16 @@ def test_replacing_by_rename_changes_nothing_for_who_has_it_open(
     assert read(transport.open(request(directory), "base"))["b"] == other
 
 
-def test_a_checkpoint_replaced_while_it_is_opened(
-    transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_replaced_while_it_is_opened(transport: FilesystemTransport, root: Path) -> None:
     """The index and the first shard are new, and the second shard is old. They are never mixed, although they fit."""
     directory = sharded(root / "c", one={"a": A}, two={"b": B})
 
-    class Replacing(DiskFile):
-        def __init__(self, descriptor: int, name: str, *, field: str = "") -> None:
-            super().__init__(descriptor, name, field=field)
-            if name == "one.safetensors":
-                sharded(directory, one={"a": A}, two={"b": (B[0], b"ABCDEFGH")})
+    def replace(name: str) -> None:
+        if name == "one.safetensors":
+            sharded(directory, one={"a": A}, two={"b": (B[0], b"ABCDEFGH")})
 
-    monkeypatch.setattr(directories, "DiskFile", Replacing)
-    assert "replaced while" in refusal(transport, directory, InvalidWeights).message
+    with replaced_while_opened(replace):
+        assert "replaced while" in refusal(transport, directory, InvalidWeights).message
 
 
 def test_a_failing_disk_is_not_the_requests_fault(

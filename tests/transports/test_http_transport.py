@@ -20,7 +20,6 @@ from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.base import TransportContext
 from rl_plane.transports.http import range_reader
 from rl_plane.transports.http.receiver import HttpTransport
-from rl_plane.weights import checkpoint as checkpoints
 from rl_plane.weights.checkpoint import ADAPTER_NAME, INDEX_NAME, SINGLE_NAME, Kind, write_manifest
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.support.range_server import Behaviour, RangeServer
@@ -76,17 +75,21 @@ def refused(act: Callable[[], object], kind: type[PlaneError], *words: str) -> P
 
 
 @pytest.mark.parametrize("run_bytes", [1, 1 << 26])
-def test_one_file_and_shards(
-    server: RangeServer, served: Path, monkeypatch: pytest.MonkeyPatch, run_bytes: int
-) -> None:
+def test_one_file_and_shards(server: RangeServer, served: Path, run_bytes: int) -> None:
     """In one range for each file, or each tensor in a range of its own."""
-    monkeypatch.setattr(checkpoints, "RUN_BYTES", run_bytes)
+
+    def fetch_in_runs(path: str) -> Tensors:
+        request = {"backend": "http", "url": f"{server.url}/{path}"}
+        delivery = transport_for(server.url).open(request, "base")
+        delivery.checkpoint.run_bytes = run_bytes
+        return read(delivery)
+
     single(served / "one", {**LARGE, "a": A})
     sharded(served / "many", x={"a": A, **LARGE}, y={"b": B, "c": SCALAR})
-    assert fetch(server, "one") == {**LARGE, "a": A}
-    assert fetch(server, "one/") == {**LARGE, "a": A}
-    assert fetch(server, f"one/{SINGLE_NAME}") == {**LARGE, "a": A}
-    assert fetch(server, "many") == {"a": A, **LARGE, "b": B, "c": SCALAR}
+    assert fetch_in_runs("one") == {**LARGE, "a": A}
+    assert fetch_in_runs("one/") == {**LARGE, "a": A}
+    assert fetch_in_runs(f"one/{SINGLE_NAME}") == {**LARGE, "a": A}
+    assert fetch_in_runs("many") == {"a": A, **LARGE, "b": B, "c": SCALAR}
 
 
 def test_ranges_are_read_once(server: RangeServer, served: Path, plan: Behaviour) -> None:
@@ -224,20 +227,14 @@ def test_a_file_that_changes(server: RangeServer, served: Path, tensors: Tensors
     refused(lambda: read(delivery), InvalidWeights, "changed")
 
 
-def test_an_index_that_changes(
-    server: RangeServer, served: Path, plan: Behaviour, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_changes(server: RangeServer, served: Path, plan: Behaviour) -> None:
     sharded(served / "many", x={"a": A}, y={"b": B})
-    before = range_reader.RangeReader.locate
 
-    def locate(reader: range_reader.RangeReader, name: str, url: str) -> range_reader.RemoteFile:
-        found = before(reader, name, url)
-        if name == "y.safetensors":
-            index = json.loads((served / "many" / INDEX_NAME).read_text())
-            (served / "many" / INDEX_NAME).write_text(json.dumps({**index, "metadata": {"total_size": 2}}))
-        return found
+    def change() -> None:
+        index = json.loads((served / "many" / INDEX_NAME).read_text())
+        (served / "many" / INDEX_NAME).write_text(json.dumps({**index, "metadata": {"total_size": 2}}))
 
-    monkeypatch.setattr(range_reader.RangeReader, "locate", locate)
+    plan.before["y.safetensors"] = change
     refused(lambda: fetch(server, "many"), InvalidWeights, INDEX_NAME, "changed")
 
 

@@ -55,6 +55,7 @@ from tests.support.ipc_memory import (
     trainer_of,
 )
 from tests.support.ipc_trainer import Trainer
+from tests.support.other_user import as_another_user
 from worker.engines.fake.adapter import make_fake_adapter
 from worker.receive.staging import adapter_digest, model_digest
 
@@ -308,13 +309,15 @@ def test_a_receiver_can_read_the_memory_and_nothing_else() -> None:
             mmap.mmap(one, 64, prot=mmap.PROT_READ).close()
 
 
-def test_a_receiver_of_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with sender_of(1) as (_, transport):
-        monkeypatch.setattr(os, "geteuid", lambda: 4711)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(BOUND_S)
-            connection.connect(wire.address(transport["socket"]))
-            assert connection.recv(4096) == b""
+def test_a_receiver_of_another_user_gets_nothing() -> None:
+    with (
+        sender_of(1) as (_, transport),
+        as_another_user(),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+    ):
+        connection.settimeout(BOUND_S)
+        connection.connect(wire.address(transport["socket"]))
+        assert connection.recv(4096) == b""
 
 
 def test_a_sender_of_another_user_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from rl_plane.errors import PlaneError, Unsupported
-from rl_plane.transports.nixl import wire
 from rl_plane.transports.nixl.sender import NixlSender
 from rl_plane.transports.registry import is_passed_over
 from tests.support.nixl_trainers import update_of
@@ -24,6 +23,7 @@ async def test_without_nixl_it_is_not_offered_and_the_error_names_the_extra(plan
     lacking = """
 import importlib.util
 import sys
+from pathlib import Path
 sys.modules.pop("rl_plane.transports.nixl.receiver", None)  # the process that was forked may have it
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *more: None if name == "nixl" else find_spec(name, *more)
@@ -38,28 +38,30 @@ importlib.util.find_spec = lambda name, *more: None if name == "nixl" else find_
 
 
 def test_without_nixl_a_sender_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "have_nixl", lambda: False)
+    monkeypatch.setitem(sys.modules, "nixl", None)  # as if it weren't installed
     with pytest.raises(PlaneError) as caught:
         NixlSender()
     assert "rl-plane[nixl]" in caught.value.facts["fix"]
 
 
-def _without_ucx(*_: Any, **__: Any) -> Any:
+WITHOUT_A_LIBRARY = 'raise ImportError("libnixl.so: cannot open shared object file")'
+WITHOUT_UCX = """
+nixl_agent_config = dict
+def nixl_agent(*_, **__):
     raise RuntimeError("no UCX")
+"""
 
 
 @pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        (None, "import of nixl halted"),
-        (SimpleNamespace(nixl_agent_config=dict, nixl_agent=_without_ucx), "no UCX"),
-    ],
+    ("package", "words"), [(WITHOUT_A_LIBRARY, "cannot open shared object file"), (WITHOUT_UCX, "no UCX")]
 )
 def test_a_nixl_that_does_not_work_is_passed_over(
-    module: Any, words: str, monkeypatch: pytest.MonkeyPatch
+    package: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "have_nixl", lambda: True)  # it is found
-    monkeypatch.setitem(sys.modules, "nixl", module)
+    (tmp_path / "nixl.py").write_text(package)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.delitem(sys.modules, "nixl")  # it is imported anew, and again by the next test
     with pytest.raises(Unsupported, match=words) as caught:
         NixlSender()
     assert caught.value.facts["field"] == "transport.backend"

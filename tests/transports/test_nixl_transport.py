@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import random
@@ -56,25 +57,33 @@ pytestmark = pytest.mark.timeout(400)
 # ---- one sender and its receivers ----
 
 
-@needs_nixl
-def test_what_is_offered_is_pulled_and_memory_is_registered_once(
-    sender: NixlSender, puller: NixlTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert isinstance(sender, KeepingSender)
-    registered: list[int] = []
-    made = wire.RegisteredMemory.__init__
+@contextlib.contextmanager
+def registered_memory() -> Iterator[list[int]]:
+    """The bytes of each memory that is allocated for nixl until the end."""
+    made: list[int] = []
+    init = wire.RegisteredMemory.__init__
 
     def counted(self: wire.RegisteredMemory, agent: Any, nbytes: int) -> None:
-        registered.append(nbytes)
-        made(self, agent, nbytes)
+        made.append(nbytes)
+        init(self, agent, nbytes)
 
-    monkeypatch.setattr(wire.RegisteredMemory, "__init__", counted)
-    for seed in range(5):
-        transport = offer(sender, seed)
-        for _ in range(2):
-            assert pull(puller, transport) == (data_of(tensors(seed)), _digest(seed))
-        sender.keep()
-        sender.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire.RegisteredMemory, "__init__", counted)
+        yield made
+
+
+@needs_nixl
+def test_what_is_offered_is_pulled_and_memory_is_registered_once(
+    sender: NixlSender, puller: NixlTransport
+) -> None:
+    assert isinstance(sender, KeepingSender)
+    with registered_memory() as registered:
+        for seed in range(5):
+            transport = offer(sender, seed)
+            for _ in range(2):
+                assert pull(puller, transport) == (data_of(tensors(seed)), _digest(seed))
+            sender.keep()
+            sender.close()
     # Two versions at the trainer, two buckets at the receiver.
     total, largest = (
         sum(bucket.nbytes for bucket in MANIFEST.buckets),
@@ -136,32 +145,25 @@ def change(given: dict[str, HostTensor], seed: int) -> None:
 @needs_nixl
 @pytest.mark.parametrize("packed", [(), ("layer.3",)])
 def test_what_is_lent_is_pulled_from_where_it_lies_and_copied_once_it_is_committed(
-    sender: NixlSender, puller: NixlTransport, monkeypatch: pytest.MonkeyPatch, packed: tuple[str, ...]
+    sender: NixlSender, puller: NixlTransport, packed: tuple[str, ...]
 ) -> None:
     assert isinstance(sender, LendingSender)
     made: list[int] = []
-    init = wire.RegisteredMemory.__init__
-
-    def counted(self: wire.RegisteredMemory, agent: Any, nbytes: int) -> None:
-        made.append(nbytes)
-        init(self, agent, nbytes)
-
     given, kept = writable(1), None
     own = given["layer.0"].data
     for seed in range(1, 4):
         change(given, seed)
         if kept is not None:
             assert pull(puller, kept) == (data_of(tensors(seed - 1)), _digest(seed - 1)), "of the version before"
-        with monkeypatch.context() as patched:
-            patched.setattr(wire.RegisteredMemory, "__init__", counted)
+        with registered_memory() as offering:
             transport = lent_offer(sender, given, packed)
         own[0] ^= 1
         assert pull(puller, transport)[0]["layer.0"] == bytes(own), "it is the trainer's memory that is read"
         own[0] ^= 1
         assert pull(puller, transport) == (data_of(tensors(seed)), _digest(seed))
-        with monkeypatch.context() as patched:
-            patched.setattr(wire.RegisteredMemory, "__init__", counted)
+        with registered_memory() as keeping:
             sender.keep()
+        made += [*offering, *keeping]
         sender.close()
         kept = transport
     change(given, 9)
@@ -297,24 +299,22 @@ def test_weights_that_are_replaced_meanwhile_end_the_pull(sender: NixlSender, pu
 
 @needs_nixl
 @pytest.mark.parametrize("leaves", [True, False])
-def test_memory_is_used_again_once_its_pullers_have_left(
-    sender: NixlSender, leaves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rl_plane.transports.nixl.metadata_server.LEAVE_S", BOUND_S if leaves else 0.1)
-    first = offer(sender, 1)
-    sender.keep()
-    with asking(first) as (puller, _):
-        offer(sender, 2)
-        keeping = threading.Thread(target=sender.keep)
-        keeping.start()
-        assert puller.recv(1) == b"", "the receiver is informed"
-        if leaves:
-            assert keeping.is_alive()
-            puller.close()
-        keeping.join(BOUND_S)
-        assert not keeping.is_alive()
-    offer(sender, 3)
-    assert sender.own_bytes == 2 * TOTAL_BYTES
+def test_memory_is_used_again_once_its_pullers_have_left(leaves: bool) -> None:
+    with NixlSender(leave_s=BOUND_S if leaves else 0.1) as sender:
+        first = offer(sender, 1)
+        sender.keep()
+        with asking(first) as (puller, _):
+            offer(sender, 2)
+            keeping = threading.Thread(target=sender.keep)
+            keeping.start()
+            assert puller.recv(1) == b"", "the receiver is informed"
+            if leaves:
+                assert keeping.is_alive()
+                puller.close()
+            keeping.join(BOUND_S)
+            assert not keeping.is_alive()
+        offer(sender, 3)
+        assert sender.own_bytes == 2 * TOTAL_BYTES
 
 
 @needs_nixl
@@ -381,14 +381,6 @@ def test_a_manifest_of_megabytes(sender: NixlSender, puller: NixlTransport) -> N
     with asking(transport) as (_, answer):
         assert len(frames.frame_of(answer)) > 4 << 20
     assert pull(puller, transport) == (data_of(given), manifest.digested(digests).digest)
-
-
-@needs_nixl
-def test_a_manifest_too_long_to_be_read_is_refused(sender: NixlSender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 100)
-    with pytest.raises(InvalidRequest, match="manifest is too large") as caught:
-        offer(sender, 1)
-    assert caught.value.facts["field"] == "tensors"
 
 
 @needs_nixl

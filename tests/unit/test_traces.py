@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from opentelemetry import trace
 
-from rl_plane._util import otel, tracing
-from rl_plane._util.otel import MAX_TEXT_CHARS, SpanSender, exported_spans, trace_id_of
+from rl_plane._util import tracing
+from rl_plane._util.otel import MAX_QUEUED_SPANS, MAX_TEXT_CHARS, SpanSender, exported_spans, trace_id_of
 from rl_plane._util.tracing import OFF, TraceContext, read_traceparent
 from rl_plane.errors import Conflict
 from rl_plane.publish.threads import on_thread
@@ -184,34 +184,32 @@ class Slow:
         self.go.set()
 
 
-def test_what_does_not_fit_is_dropped_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_does_not_fit_is_dropped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rl_plane._util.otel")
-    monkeypatch.setattr(otel, "MAX_QUEUED_SPANS", 4)
     export = Slow()
     sender = SpanSender(export.send, export.stop, "http://there")
     sender.put(0)
     assert export.entered.wait(BOUND_S)
-    for number in range(1, 9):
+    for number in range(1, MAX_QUEUED_SPANS + 5):
         sender.put(number)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("trace spans are lost: the collector http://there does not take them: more than 4 wait")
+    assert line.startswith(
+        f"trace spans are lost: the collector http://there does not take them: more than {MAX_QUEUED_SPANS} wait"
+    )
     export.go.set()
     sender.close()
-    assert export.sent == [0, 1, 2, 3, 4]
+    assert export.sent == list(range(MAX_QUEUED_SPANS + 1))
     assert caplog.messages[-1] == "the collector http://there takes trace spans again: 4 were lost"
-    sender.put(9)
-    assert export.sent == [0, 1, 2, 3, 4]
+    sender.put(MAX_QUEUED_SPANS + 5)
+    assert export.sent == list(range(MAX_QUEUED_SPANS + 1))
 
 
-def test_a_collector_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otel, "CLOSE_S", 0.05)
+def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
     export = Slow()
     sender = SpanSender(export.send, export.stop, "http://there")
     sender.put(0)
     assert export.entered.wait(BOUND_S)
-    sender.close()  # and not after BOUND_S
+    sender.close(0.05)  # and not after BOUND_S
     assert export.go.is_set()
 
 

@@ -60,7 +60,15 @@ def open_metrics_port(host: str, port: int, key: str | None) -> socket.socket:
 class MetricsListener:
     """Answers `GET /metrics`, and nothing else. `key`: what a scraper must send as `Authorization: Bearer KEY`."""
 
-    def __init__(self, listener: socket.socket, text: Callable[[], Awaitable[bytes]], key: str | None) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        text: Callable[[], Awaitable[bytes]],
+        key: str | None,
+        *,
+        request_s: float = REQUEST_S,
+    ) -> None:
+        self._request_s = request_s
         self._listener = listener
         self._text = text
         self._key = key
@@ -83,7 +91,7 @@ class MetricsListener:
             return
         self._open += 1
         try:
-            async with asyncio.timeout(REQUEST_S):
+            async with asyncio.timeout(self._request_s):
                 head = await reader.readuntil(b"\r\n\r\n")
                 writer.write(await self._answer(head))
                 await writer.drain()

@@ -19,14 +19,13 @@ from rl_plane.errors import (
     error_from_wire,
 )
 from worker.nodes.node_link import (
-    FAREWELL_S,
     JOIN_S,
-    PING_TIMEOUT_S,
-    TAKEN_S,
+    NODE_TIMINGS,
     Handler,
     NodeEntry,
     NodeLink,
     NodePlace,
+    NodeTimings,
 )
 from worker.nodes.node_part import NodePart, digest_of
 from worker.nodes.node_settings import NodeSettings
@@ -48,9 +47,10 @@ class FollowerLink(NodeLink):
         hang_s: float,
         facts: Mapping[str, Any],
         digest: Callable[[Mapping[str, str]], str],
+        timings: NodeTimings = NODE_TIMINGS,
     ) -> None:
         """`digest(tied)`: hashes the weights that this node has loaded. It blocks."""
-        super().__init__(place, settings, hang_s)
+        super().__init__(place, settings, hang_s, timings)
         self._facts = facts
         self._digest = digest
         self._head: NodeEntry | None = None
@@ -79,9 +79,11 @@ class FollowerLink(NodeLink):
         while True:
             try:
                 # The head may send its first message right after its answer.
-                answer = await self.ask_node(0, "join", PING_TIMEOUT_S, node=self.me.to_wire(), facts=self._facts)
+                answer = await self.ask_node(
+                    0, "join", self.timings.ping_timeout_s, node=self.me.to_wire(), facts=self._facts
+                )
                 if "taken" in answer:
-                    taken_until = taken_until or time.monotonic() + TAKEN_S
+                    taken_until = taken_until or time.monotonic() + self.timings.taken_s
                     if time.monotonic() > taken_until:
                         raise error_from_wire(answer["taken"])
                     await asyncio.sleep(JOIN_S)
@@ -108,7 +110,7 @@ class FollowerLink(NodeLink):
             # The head may come yet, or find out that another process with this node rank is dead.
             with contextlib.suppress(WorkerLost, DeadlineExceeded, BusUnreachable):
                 answer = await self.ask_node(
-                    0, "refuse", PING_TIMEOUT_S, node=self.me.to_wire(), why=refusal.to_wire()
+                    0, "refuse", self.timings.ping_timeout_s, node=self.me.to_wire(), why=refusal.to_wire()
                 )
                 told = answer["told"]
             await asyncio.sleep(JOIN_S)
@@ -120,13 +122,13 @@ class FollowerLink(NodeLink):
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._look()))
 
     async def _tell(self, op: str, **body: Any) -> None:
-        await self.ask_node(0, op, PING_TIMEOUT_S, self.head.incarnation, **body)
+        await self.ask_node(0, op, self.timings.ping_timeout_s, self.head.incarnation, **body)
 
     def tell_end(self, why: str) -> None:
         """Tells the head that this node's part of the engine has ended."""
         if self._head is not None:
             with contextlib.suppress(Exception):
-                self.run(self._tell("ended", why=why), FAREWELL_S)
+                self.run(self._tell("ended", why=why), self.timings.farewell_s)
 
     async def _look(self) -> None:
         """Notes which agents don't answer, for the head's pings."""

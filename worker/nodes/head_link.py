@@ -27,15 +27,13 @@ from rl_plane.errors import (
 from rl_plane.protocol.transport_traits import known_transports
 from worker.nodes.facts import check_facts
 from worker.nodes.node_link import (
-    FAREWELL_S,
     JOIN_S,
-    PING_TIMEOUT_S,
-    REFUSAL_S,
-    TAKEN_S,
+    NODE_TIMINGS,
     Handler,
     NodeEntry,
     NodeLink,
     NodePlace,
+    NodeTimings,
 )
 from worker.nodes.node_part import digest_of
 from worker.nodes.node_settings import NodeSettings
@@ -71,8 +69,15 @@ OWN_RANKS = "give each node a node rank of its own, and each engine a dist_init_
 class HeadLink(NodeLink):
     """The link of node rank 0. After `gather`, the nodes build their parts of the engine."""
 
-    def __init__(self, place: NodePlace, settings: NodeSettings, hang_s: float, facts: Mapping[str, Any]) -> None:
-        super().__init__(place, settings, hang_s)
+    def __init__(
+        self,
+        place: NodePlace,
+        settings: NodeSettings,
+        hang_s: float,
+        facts: Mapping[str, Any],
+        timings: NodeTimings = NODE_TIMINGS,
+    ) -> None:
+        super().__init__(place, settings, hang_s, timings)
         self._facts = facts
         self._joined: dict[int, tuple[NodeEntry, float]] = {}
         """Node rank → the node, and the time of its last try to join."""
@@ -137,18 +142,18 @@ class HeadLink(NodeLink):
 
     async def _tell_refusal(self, refusal: PlaneError) -> None:
         with contextlib.suppress(WorkerLost):  # there is no head
-            await self.ask_node(0, "who", PING_TIMEOUT_S)
+            await self.ask_node(0, "who", self.timings.ping_timeout_s)
             return
         self._refusal = refusal
         await self._listen()
-        await self._until(lambda: len(self._refused) >= self.settings.count - 1, REFUSAL_S)
+        await self._until(lambda: len(self._refused) >= self.settings.count - 1, self.timings.refusal_s)
 
     async def _check_only_head(self) -> None:
         """Raises Conflict if another process is the head of this engine. A head that has just died does not count."""
-        give_up = time.monotonic() + TAKEN_S
+        give_up = time.monotonic() + self.timings.taken_s
         while True:
             try:
-                there = await self.ask_node(0, "who", PING_TIMEOUT_S)
+                there = await self.ask_node(0, "who", self.timings.ping_timeout_s)
             except (WorkerLost, DeadlineExceeded):
                 return
             except BusUnreachable:
@@ -355,11 +360,13 @@ class HeadLink(NodeLink):
         """Tells the other nodes that the engine ends, so that they end at once, with the head's exit code."""
         if self._go:
             with contextlib.suppress(Exception):
-                self.run(self._tell_end(why, exit_code), FAREWELL_S)
+                self.run(self._tell_end(why, exit_code), self.timings.farewell_s)
 
     async def _tell_end(self, why: str, exit_code: int) -> None:
         asked = [
-            self.ask_node(node.rank, "end", FAREWELL_S, node.incarnation, why=why, exit_code=exit_code)
+            self.ask_node(
+                node.rank, "end", self.timings.farewell_s, node.incarnation, why=why, exit_code=exit_code
+            )
             for node in self.nodes
         ]
         await asyncio.gather(*asked, return_exceptions=True)
@@ -436,7 +443,9 @@ class NodeCalls:
 
     async def _cancel(self, node: NodeEntry) -> None:
         with contextlib.suppress(PlaneError):
-            await self._link.ask_node(node.rank, "cancel", PING_TIMEOUT_S, node.incarnation, call=self._id)
+            await self._link.ask_node(
+                node.rank, "cancel", self._link.timings.ping_timeout_s, node.incarnation, call=self._id
+            )
 
     def end(self) -> None:
         """Waits until the call has ended on every node, after an error."""

@@ -51,30 +51,13 @@ T = TypeVar("T")
 BEAT_S = 1.0
 """Seconds between two pings of another node."""
 
-PING_TIMEOUT_S = 3.0
-"""A node answers a ping at once, on a thread of its own. Only an import holds the interpreter for a second or two."""
-
 JOIN_S = 0.5
 """Seconds between two tries to join the head."""
-
-TAKEN_S = 15.0
-"""Seconds that a node waits for the end of another process with its node rank, which may be dead and not noticed
-yet."""
-
-LOOK_S = 1.0
-"""Seconds that a node has for an answer when ranks have ended, perhaps because it has."""
 
 LOOK_AGAIN_S = 0.5
 """Seconds that a look waits for an answer before it asks again. A node that is just ending may take a question and
 never answer it. To the next question NATS itself replies that no process listens. After three such replies, 0.1 s
 apart, the node counts as gone."""
-
-REFUSAL_S = 3.0
-"""Seconds in which a node that refuses its settings tells this to the nodes that wait. Each of them asks every JOIN_S.
-The node ends afterwards, so its own user sees the error so much later."""
-
-FAREWELL_S = 2.0
-"""Seconds that the news of this node's end may take."""
 
 UNPACKED_BYTES = 1 << 26
 """An answer may have so many bytes when it is unpacked: the tensor names of the largest models take less than half."""
@@ -83,6 +66,30 @@ PACK_FROM_BYTES = 1 << 16
 """Larger messages are compressed. The names of a model's tensors shrink to a tenth."""
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTimings:
+    """The bounds of the waits of one link, in seconds. The defaults are right for every engine."""
+
+    ping_timeout_s: float = 3.0
+    """A node answers a ping at once, on a thread of its own. Only an import holds the interpreter for a second or
+    two."""
+    taken_s: float = 15.0
+    """A node waits so long for the end of another process with its node rank, which may be dead and not noticed yet."""
+    look_s: float = 1.0
+    """A node has so long for an answer when ranks have ended, perhaps because it has."""
+    refusal_s: float = 3.0
+    """A node that refuses its settings tells this to the nodes that wait. Each of them asks every JOIN_S. The node ends
+    afterwards, so its own user sees the error so much later."""
+    farewell_s: float = 2.0
+    """The news of this node's end may take so long."""
+    gone_s: float = 3.0
+    """A node is gone when nobody has listened to its subject for so long. After a restart of nats-server a node is back
+    within a second."""
+
+
+NODE_TIMINGS = NodeTimings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +129,12 @@ class NodeEntry:
 class NodeLink(ABC):
     """One node's link to the others. Call `start` first, from any thread; `close` at last."""
 
-    def __init__(self, place: NodePlace, settings: NodeSettings, hang_s: float) -> None:
+    def __init__(
+        self, place: NodePlace, settings: NodeSettings, hang_s: float, timings: NodeTimings = NODE_TIMINGS
+    ) -> None:
         """`hang_s`: the seconds of silence after which another node counts as lost."""
         self.settings = settings
+        self.timings = timings
         self.me = NodeEntry(settings.rank, secrets.token_hex(8), platform.node(), os.getpid())
         self._place = place
         self._hang_s = hang_s
@@ -148,16 +158,16 @@ class NodeLink(ABC):
         """Connects to NATS, within `within_s` seconds. Raises BusUnreachable or Unauthorized."""
         self._loop = asyncio.new_event_loop()
         self._thread.start()
-        self.run(self._connect(within_s), within_s + PING_TIMEOUT_S)
+        self.run(self._connect(within_s), within_s + self.timings.ping_timeout_s)
 
     def tell_refusal(self, error: PlaneError) -> None:
         """Tells the other nodes that wait that this one refuses its settings. Use it in place of `start`; the link is
-        closed afterwards. It raises nothing, and takes at most REFUSAL_S after NATS has answered."""
+        closed afterwards. It raises nothing, and takes at most `refusal_s` after NATS has answered."""
         facts = {name: str(error.facts[name]) for name in ("field", "fix") if name in error.facts}
         refusal = Conflict(f"{self.me.name} refuses its settings: {error.message}", **facts)
         try:
-            self.start(PING_TIMEOUT_S)
-            self.run(self._tell_refusal(refusal), REFUSAL_S)
+            self.start(self.timings.ping_timeout_s)
+            self.run(self._tell_refusal(refusal), self.timings.refusal_s)
         except Exception as cause:  # the node's own error is the one to report
             log.debug("the other nodes may not know of the refusal: %r", cause)
         finally:
@@ -167,9 +177,9 @@ class NodeLink(ABC):
         """Ends the link. Tells nothing to the other nodes."""
         if self._thread.is_alive():
             with contextlib.suppress(Exception):
-                self.run(self._disconnect(), FAREWELL_S)
+                self.run(self._disconnect(), self.timings.farewell_s)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(FAREWELL_S)
+            self._thread.join(self.timings.farewell_s)
             if not self._thread.is_alive():
                 self._loop.close()
 
@@ -293,7 +303,7 @@ class NodeLink(ABC):
     def look_for_lost(self) -> None:
         """Looks at once whether another node has ended. It blocks, for a moment."""
         with contextlib.suppress(Exception):
-            self.run(self._look_for_lost(), LOOK_S)
+            self.run(self._look_for_lost(), self.timings.look_s)
 
     async def _look_for_lost(self) -> None:
         async def look(peer: NodeEntry) -> None:
@@ -312,11 +322,11 @@ class NodeLink(ABC):
 
     async def _watch(self, peer: NodeEntry, told: Callable[[Mapping[str, Any], float], None]) -> None:
         """Pings a node until it is lost. `told(answer, seconds of silence)` is called after each ping."""
-        watch = PeerWatch(self._hang_s, time.monotonic())
+        watch = PeerWatch(self._hang_s, self.timings.gone_s, time.monotonic())
         while self._lost is None:
             answer: Mapping[str, Any] = {}
             try:
-                answer = await self.ask_node(peer.rank, "ping", PING_TIMEOUT_S, peer.incarnation)
+                answer = await self.ask_node(peer.rank, "ping", self.timings.ping_timeout_s, peer.incarnation)
                 watch.heard(time.monotonic())
             except WorkerLost:
                 watch.missing(time.monotonic())

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-GONE_S = 3.0
-"""Seconds without a subscriber after which a node is gone. After a restart of nats-server a node is back within a
-second."""
-
 
 @dataclass(slots=True)
 class PeerWatch:
@@ -15,6 +11,8 @@ class PeerWatch:
 
     hang_s: float
     """Seconds of silence after which the node hangs."""
+    gone_s: float
+    """Seconds without a subscriber after which the node is gone."""
     now: float
     """The time of the last note."""
     _silent_s: float = field(default=0.0, init=False)
@@ -47,7 +45,7 @@ class PeerWatch:
 
     @property
     def gone(self) -> bool:
-        return self._missing_s >= GONE_S
+        return self._missing_s >= self.gone_s
 
     @property
     def hangs(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from rl_plane._util.memory_room import CGROUPS, PROC, group_rooms, machine_room
 from rl_plane.errors import InvalidRequest
@@ -10,9 +12,20 @@ from rl_plane.errors import InvalidRequest
 MIB = 1 << 20
 
 
-def check_room(nbytes: int, freed: int = 0) -> None:
+@dataclass(frozen=True, slots=True)
+class MemoryFiles:
+    """The directories in which the kernel says how much memory this process may use."""
+
+    proc: Path = PROC
+    cgroups: Path = CGROUPS
+
+
+MEMORY_FILES = MemoryFiles()
+
+
+def check_room(nbytes: int, freed: int = 0, files: MemoryFiles = MEMORY_FILES) -> None:
     """InvalidRequest if staging `nbytes` needs more memory than there is. `freed`: what staging gives back first."""
-    for room, what, setting in _rooms():
+    for room, what, setting in _rooms(files):
         if nbytes > room + freed:
             raise InvalidRequest(
                 f"staging needs {_mib(nbytes)} of host memory, and {_mib(room + freed)} are there ({what})",
@@ -25,7 +38,7 @@ def check_room(nbytes: int, freed: int = 0) -> None:
 
 def least_room() -> tuple[int | None, str]:
     """The host memory that may still be used, and what limits it. None: this is no Linux, so it is not known."""
-    found = min(_rooms(), default=None)
+    found = min(_rooms(MEMORY_FILES), default=None)
     return (found[0], found[1]) if found is not None else (None, "")
 
 
@@ -33,10 +46,10 @@ def _mib(nbytes: int) -> str:
     return f"{-(-nbytes // MIB)} MiB"
 
 
-def _rooms() -> Iterator[tuple[int, str, str]]:
+def _rooms(files: MemoryFiles) -> Iterator[tuple[int, str, str]]:
     """Yields what may still be used, what limits it, and the setting that changes the limit."""
-    machine = machine_room(PROC)
+    machine = machine_room(files.proc)
     if machine is not None:
         yield machine, "MemAvailable of the machine", "give the machine more memory"
-    for room, limit in group_rooms(("inactive_file", "active_file"), PROC, CGROUPS):
+    for room, limit in group_rooms(("inactive_file", "active_file"), files.proc, files.cgroups):
         yield room, f"{limit} of the control group", "raise the container's memory limit"

@@ -35,7 +35,7 @@ from rl_plane.transports.base import (
 )
 from rl_plane.weights.checkpoint import Kind
 from worker.receive.area_pool import AreaPool
-from worker.receive.host_room import check_room
+from worker.receive.host_room import MEMORY_FILES, MemoryFiles, check_room
 from worker.receive.kept_copy import (
     Changes,
     KeptAdapter,
@@ -101,14 +101,16 @@ class Receiver:
         shared: bool = False,
         received: ReceivedBytes | None = None,
         host_number: int = 0,
+        memory_files: MemoryFiles = MEMORY_FILES,
     ) -> None:
         """`shared`: other processes map the staging areas. `received`: counts that another process reads.
-        `host_number`: of this host among those of the engine."""
+        `host_number`: of this host among those of the engine. `memory_files`: they bound what can be staged."""
         self.holder = holder
         self.received = received or ReceivedBytes()
         """Counts the bytes of the update that came last, or is being received."""
         self.transports = transports
         self._host_number = host_number
+        self._memory_files = memory_files
         self._pool = AreaPool(shared=shared)
         self.opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
         """The open deliveries by the name of their staging."""
@@ -235,7 +237,8 @@ class Receiver:
                 check_overwrite(self.holder, delivery, cast=request.cast, expected_digest=request.digest)
             else:
                 check_fits(self.holder, delivery, _kind(request), request.cast)
-                check_room(_nbytes(delivery), 0 if request.adapter is not None else self._spare_bytes())
+                spare_bytes = 0 if request.adapter is not None else self._spare_bytes()
+                check_room(_nbytes(delivery), spare_bytes, self._memory_files)
         except BaseException:
             delivery.close()
             raise
@@ -401,7 +404,7 @@ class Receiver:
         is_there = kept is not None and kept.digest == request.digest  # for example because the swap failed
         if not (is_there or self._may_fit(request, delivery)):
             missing_links(kept, request.base_chain, base)
-        check_room(_nbytes(delivery))
+        check_room(_nbytes(delivery), files=self._memory_files)
 
     def _check_specs(self, encoding: Encoding, delivery: Delivery) -> None:
         if encoding == "partial":

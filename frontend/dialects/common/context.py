@@ -48,6 +48,11 @@ class DialectContext:
     """The time for the tensors of one call, where the dialect has no field for it."""
 
     @property
+    def session_idle_s(self) -> float:
+        """An update that a trainer has begun ends if the trainer is silent for this long."""
+        return self.generation.limits.session_idle_s
+
+    @property
     def bus(self) -> Bus:
         return self.calls.fleet.client.bus
 

@@ -25,7 +25,6 @@ from frontend.dialects.common.fleet_as_one import (
 from frontend.dialects.common.ipc_handles import has_handles, read_parts
 from frontend.server.shared_routes import DialectRequest, report
 from rl_plane.commit.history import read_entry
-from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, Locked
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.vllm_bodies import (
@@ -146,7 +145,7 @@ class Transactions:
         if current.finished or current.failed:
             return False
         if not current.prepared:
-            return time.monotonic() < current.started_at + SESSION_IDLE_S
+            return time.monotonic() < current.started_at + self._context.session_idle_s
         return await self.standing() == current.update_id
 
     async def standing(self) -> str | None:

@@ -38,8 +38,6 @@ MAX_HELD_BYTES = 1 << 30
 """The largest update that this frontend holds in memory until it is whole."""
 STEP_BYTES = 4 << 20
 """Text that is decoded or compared at once: some milliseconds of work, and groups of four characters."""
-IDLE_S = 120.0
-"""An update is dropped after this much silence of its trainer."""
 BUCKET_BYTES = 32 << 20
 FIELD = "serialized_named_tensors"
 PICKLE_START = b"\x80"
@@ -144,6 +142,8 @@ class HeldTensors:
         has left it. A commit holds it to its end, which the bounds of the commit limit. If the commit cannot begin, it
         puts its tensors back before the next call adds more."""
         self._context = context
+        self.idle_s = context.generation.limits.held_idle_s
+        """An update is dropped after this much silence of its trainer."""
         self._tensors: dict[str, HostTensor] = {}
         self._number = 0
         self.update_id = ""
@@ -186,7 +186,7 @@ class HeldTensors:
             self._policy = {}
         self._tensors.update(tensors)
         self._policy, self._at = {**self._policy, **policy}, time.monotonic()
-        asyncio.get_running_loop().call_later(IDLE_S + 1.0, self._drop_if_idle)
+        asyncio.get_running_loop().call_later(self.idle_s + 1.0, self._drop_if_idle)
         self._label = label or self._label
 
     def take_back(self, tensors: Tensors) -> None:
@@ -201,7 +201,7 @@ class HeldTensors:
         self._tensors, self._policy, self._label = {}, {}, None
 
     def _drop_if_idle(self) -> None:
-        if self._tensors and time.monotonic() - self._at > IDLE_S:
+        if self._tensors and time.monotonic() - self._at > self.idle_s:
             log.warning(
                 "an update is dropped: for %g s nothing came, and only %s",
                 time.monotonic() - self._at,

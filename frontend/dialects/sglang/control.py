@@ -16,7 +16,7 @@ from frontend.dialects.common.fleet_as_one import (
     skipped,
     tell_paused,
 )
-from frontend.dialects.sglang.body_tensors import IDLE_S, HeldTensors
+from frontend.dialects.sglang.body_tensors import HeldTensors
 from frontend.dialects.sglang.sglang_session import Updates
 from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes, report
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported
@@ -179,14 +179,14 @@ async def _refuse_to_flush(held: HeldTensors) -> None:
     if held.is_whole:
         raise InvalidRequest(
             f"Flush cache failed. The update is whole, but its trainer has not ended it: {held.summary}",
-            fix=f"end_weight_update commits it; the update is dropped after {IDLE_S:g} s of silence",
+            fix=f"end_weight_update commits it; the update is dropped after {held.idle_s:g} s of silence",
         )
     missing = await held.missing()
     raise InvalidRequest(
         f"Flush cache failed. The update is not whole, so it is not committed: {held.summary}; "
         f"missing: {', '.join(missing)}",
         missing=missing,
-        fix=f"send the rest; the update is dropped after {IDLE_S:g} s of silence",
+        fix=f"send the rest; the update is dropped after {held.idle_s:g} s of silence",
     )
 
 

@@ -12,7 +12,6 @@ from pydantic import TypeAdapter
 from frontend.dialects.common.context import DialectContext
 from rl_plane.bus.entries import decoded
 from rl_plane.bus.state_store import read_pause
-from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.protocol.subjects import OPENED
 
 
@@ -38,9 +37,10 @@ class Opened:
     def __init__(self, context: DialectContext) -> None:
         self._bus = context.bus
         self._state = context.state
+        self._idle_s = context.session_idle_s
 
     async def begin(self) -> None:
-        await self._write(replace(await self._read(), begun_until=await self._now() + SESSION_IDLE_S, sent=""))
+        await self._write(replace(await self._read(), begun_until=await self._now() + self._idle_s, sent=""))
 
     async def pause(self, *, anew: bool) -> None:
         """The fleet was paused just now. `anew`: for an update of which no part has come yet."""
@@ -56,7 +56,7 @@ class Opened:
         was begun. `was_begun`: it was begun when the part was announced, and its trainer was not silent since."""
         entry = await self._read()
         begun = entry.begun_until > (0.0 if was_begun else await self._now())
-        until = await self._now() + SESSION_IDLE_S if begun else entry.begun_until
+        until = await self._now() + self._idle_s if begun else entry.begun_until
         noted = replace(entry, sent=update_id, begun_until=until)
         if noted != entry:
             await self._write(noted)

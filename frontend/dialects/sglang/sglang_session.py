@@ -36,9 +36,7 @@ from frontend.dialects.sglang.groups import DEFAULT_GROUP, GroupFields, Groups, 
 from frontend.dialects.sglang.open_sessions import Opened
 from frontend.server.shared_routes import Fields
 from rl_plane.bus.lock import POLL_S, read_holder
-from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
-from rl_plane.fleet.fleet import FORM_WAIT_S
 from rl_plane.protocol.record import KvPolicy, UpdateSession
 from rl_plane.protocol.update_requests import MAX_PART_TENSORS
 from rl_plane.protocol.validation import Label
@@ -182,7 +180,7 @@ class Updates:
         self._open_until = 0.0  # until the part has come
         with begun(NOT_POSSIBLE):
             reply = await self._context.calls.run("receive_weights_part", part, digest=digest)
-        self._open_until = time.monotonic() + SESSION_IDLE_S
+        self._open_until = time.monotonic() + self._context.session_idle_s
         # Call it after each part, because it extends the time of the update.
         if await self.waits_for_more(update_id, was_begun=was_begun):
             return reply
@@ -306,7 +304,7 @@ class Updates:
         if self.held or await self.session() is not None:
             raise Conflict("a weight update has begun already", fix="end_weight_update commits it")
         await self.opened.begin()
-        self._open_until = time.monotonic() + SESSION_IDLE_S
+        self._open_until = time.monotonic() + self._context.session_idle_s
 
     async def form_group(self, fields: GroupFields, request_id: str) -> dict[str, Any]:
         """Forms a group with every rank, and drops what its trainer has left half sent."""
@@ -321,7 +319,7 @@ class Updates:
         self._receiving, self._open_until = None, 0.0
         self.held.drop()
         await self.opened.end(committed=False)
-        give_up = time.monotonic() + FORM_WAIT_S
+        give_up = time.monotonic() + self._context.generation.limits.drop_wait_s
         while (session := await self.session()) is not None:
             try:
                 await self._context.abort(session.update_id)

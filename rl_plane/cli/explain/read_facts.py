@@ -212,12 +212,12 @@ def _processes(places: Iterable[tuple[str, int]]) -> Iterator[tuple[tuple[str, i
             yield (host, pid), said
 
 
-def process_state(pid: int) -> str:
+def process_state(pid: int, proc: Path = PROC) -> str:
     """The state of a process of this machine, in words. Empty: it runs, or this machine can't tell."""
     try:
-        stat = (PROC / str(pid) / "stat").read_text()
+        stat = (proc / str(pid) / "stat").read_text()
     except FileNotFoundError:
-        return GONE if PROC.is_dir() else ""
+        return GONE if proc.is_dir() else ""
     except OSError:
         return ""
     return _STATES.get(stat.rpartition(")")[2].split()[0], "")

@@ -35,7 +35,7 @@ class FilesystemDelivery(Delivery):
         self.refetchable = True
         self.canary = checkpoint.canary
         """The content of `canary.json` beside the checkpoint."""
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._taken = False
 
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
@@ -43,10 +43,10 @@ class FilesystemDelivery(Delivery):
         if self._taken:
             raise RuntimeError("a delivery is read once: open another")
         self._taken = True
-        return self._checkpoint.tensors(self.algorithm, self.places)
+        return self.checkpoint.tensors(self.algorithm, self.places)
 
     def close(self) -> None:
-        self._checkpoint.close()
+        self.checkpoint.close()
 
 
 class FilesystemTransport(WeightTransport):

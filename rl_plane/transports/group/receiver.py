@@ -68,6 +68,7 @@ class GroupTransport(GroupedTransport):
 
     _devices: tuple[str, ...] = ()
     """The devices of nccl's buckets, for each rank of the engine."""
+    max_groups = MAX_GROUPS
 
     def __init__(self, context: TransportContext) -> None:
         self._groups: dict[str, Group] = {}
@@ -109,9 +110,11 @@ class GroupTransport(GroupedTransport):
         for place in places:
             check_reach(place)
         others = {name for name, group in dict(self._own).items() if not group.why_dropped} - {places[0].group}
-        if places[0].form == "torch" and len(others) >= MAX_GROUPS:
+        if places[0].form == "torch" and len(others) >= self.max_groups:
             raise InvalidRequest(
-                f"there are {MAX_GROUPS} groups already", field="group", fix="destroy groups that are not needed"
+                f"there are {self.max_groups} groups already",
+                field="group",
+                fix="destroy groups that are not needed",
             )
 
     def _formed_groups(self, places: Sequence[Place]) -> dict[str, Group]:

@@ -97,7 +97,18 @@ class MetadataServer:
     pulls, so the server knows when it has left.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        request_s: float = REQUEST_S,
+        leave_s: float = LEAVE_S,
+        relay_look_s: float = RELAY_LOOK_S,
+    ) -> None:
+        self._request_s = request_s
+        self._leave_s = leave_s
+        self._relay_look_s = relay_look_s
         self.host = host
         self._listener = listen_at(host, port)
         not_for_children.add(self._listener)
@@ -156,7 +167,7 @@ class MetadataServer:
                 self._dismiss(before)
 
     def withdraw(self, secret: str) -> None:
-        """Ends an offer. Tells its receivers, and waits until they have left, at most LEAVE_S."""
+        """Ends an offer. Tells its receivers, and waits until they have left, at most `leave_s`."""
         with self._left:
             offer = self._offers.pop(secret, None)
             if offer is not None:
@@ -169,7 +180,7 @@ class MetadataServer:
         for connection in offer.receivers:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
-        self._left.wait_for(lambda: not (offer.receivers or offer.reads), LEAVE_S)
+        self._left.wait_for(lambda: not (offer.receivers or offer.reads), self._leave_s)
         for connection in offer.receivers:
             _hang_up(connection)
 
@@ -183,7 +194,7 @@ class MetadataServer:
         return relay
 
     def end_relay(self, relay: RelayOffer) -> None:
-        """Ends a relay. Tells its readers, and waits until they have left, at most LEAVE_S."""
+        """Ends a relay. Tells its readers, and waits until they have left, at most `leave_s`."""
         with self._left:
             self._relays = {secret: one for secret, one in self._relays.items() if one is not relay}
             relay.ended = True
@@ -233,7 +244,7 @@ class MetadataServer:
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
             try:
-                asked = read_frame(connection, MAX_REQUEST_BYTES, REQUEST_S)
+                asked = read_frame(connection, MAX_REQUEST_BYTES, self._request_s)
             finally:
                 with self._lock:
                     self._strangers.pop(connection, None)
@@ -275,7 +286,7 @@ class MetadataServer:
             told = 0
             while not relay.ended:
                 with self._left:
-                    self._left.wait_for(partial(relay.has_news, told), RELAY_LOOK_S)
+                    self._left.wait_for(partial(relay.has_news, told), self._relay_look_s)
                     new = relay.verified[told:]
                 if new and not relay.ended:
                     send_frame(connection, {"verified": new})

@@ -17,7 +17,7 @@ from typing import Any, Self
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import KeepingSender, LendingSender, SenderContext, SharingSender
-from rl_plane.transports.nixl.metadata_server import MetadataServer
+from rl_plane.transports.nixl.metadata_server import LEAVE_S, MetadataServer
 from rl_plane.transports.nixl.tcp_reads import Region
 from rl_plane.transports.nixl.wire import BACKEND, RegisteredMemory, is_ours, make_agent
 from rl_plane.transports.packing import Tensor, raw_bytes, spec_of
@@ -83,16 +83,19 @@ class NixlSender(KeepingSender, LendingSender, SharingSender):
     bucket_bytes = 32 << 20
     """A receiver has two buckets in memory."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, keep_copy: bool = True) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, *, keep_copy: bool = True, leave_s: float = LEAVE_S
+    ) -> None:
         """Makes the sender.
 
         Args:
             host: this machine's address, as the workers reach it.
             port: the port at which receivers ask; 0 takes any free one.
             keep_copy: False keeps no committed version, so workers that come late heal from one another.
+            leave_s: the time in seconds for receivers to leave memory that is used again.
         """
         self._agent = make_agent(host)
-        self._server = MetadataServer(host, port)
+        self._server = MetadataServer(host, port, leave_s=leave_s)
         self._keep_copy = keep_copy
         self._free: list[RegisteredMemory] = []
         self._kept: dict[str | None, list[_Version]] = {}

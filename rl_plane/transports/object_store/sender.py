@@ -88,6 +88,7 @@ class ObjectStoreSender(Sender):
         publisher: str = "",
         credentials: NatsCredentials = NO_CREDENTIALS,
         outage_s: float = OUTAGE_S,
+        abandoned_s: float = ABANDONED_S,
     ) -> None:
         """Makes the sender.
 
@@ -100,6 +101,7 @@ class ObjectStoreSender(Sender):
             publisher: the publisher's name, the same after a restart.
             credentials: the files by which it connects to NATS.
             outage_s: how long the sender waits for a NATS that is away, in seconds.
+            abandoned_s: the seconds without a write after which an unfinished version of this publisher is abandoned.
         """
         self._url = nats_url
         self._credentials = credentials
@@ -107,6 +109,7 @@ class ObjectStoreSender(Sender):
         self._keep = keep
         self._publisher = publisher
         self._outage_s = outage_s
+        self._abandoned_s = abandoned_s
         self._socket: NatsSocket | None = None
         self._object: StoredObject | None = None  # the version that is being written
         self._config: dict[str, Any] = {}
@@ -243,7 +246,7 @@ class ObjectStoreSender(Sender):
             if config.get("sealed"):
                 if ours and record is not None:  # without a record it is unknown which versions are needed
                     whole.append(object_id)
-            elif silent_s >= (ABANDONED_S if ours else HALF_AGE_S):  # NATS has removed its chunks by then
+            elif silent_s >= (self._abandoned_s if ours else HALF_AGE_S):  # NATS has removed its chunks by then
                 abandoned.append(object_id)
         for object_id in [*abandoned, *sorted(whole, reverse=True)[self._keep :]]:
             log.info("the object %s is removed", object_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.cli import main
-from rl_plane.sync import SyncRlClient
 from tests.support.small_facade import DIGEST, HEAD, ID_A, ID_B, VERSION, Facade, facade, starting_row
 
 __all__ = ["facade"]
+
+BOUND_S = 60.0
 
 
 def state_row(instance_id: str) -> dict[str, Any]:
@@ -290,18 +292,25 @@ def test_workers_show_their_canary(
 
 @pytest.mark.parametrize("role", ["service", "worker"])
 def test_a_key_that_can_not_steer_is_refused_before_a_connection(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, role: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], role: str
 ) -> None:
     """A connection would wait for the buckets of a fleet that was never started."""
     folder = KeyFolder(tmp_path / "keys")
     folder.init("rlp", ["engine"])
-    monkeypatch.setattr(SyncRlClient, "connect", lambda *_, **__: pytest.fail("it connects"))
-    key = ["--nats-nkey", str(folder.seed_of(role))]
-    for argv in (["pause"], ["resume"], ["update", "ckpt"], ["rollback", "one"], ["disable", ID_A]):
-        assert main.run([*argv, *key]) == 1
-        assert f"a key of the role {role} may not steer the fleet" in capsys.readouterr().err
-    with pytest.raises(pytest.fail.Exception, match="it connects"):
-        main.run(["state", *key])
+    with socket.create_server(("127.0.0.1", 0)) as nats, ThreadPoolExecutor(1) as pool:
+        nats.settimeout(0.0)
+        key = ["--nats-nkey", str(folder.seed_of(role)), "--nats-url", f"nats://127.0.0.1:{nats.getsockname()[1]}"]
+        for argv in (["pause"], ["resume"], ["update", "ckpt"], ["rollback", "one"], ["disable", ID_A]):
+            assert main.run([*argv, *key]) == 1
+            assert f"a key of the role {role} may not steer the fleet" in capsys.readouterr().err
+        with pytest.raises(BlockingIOError):
+            nats.accept()
+        nats.settimeout(BOUND_S)
+        reading = pool.submit(main.run, ["state", *key])
+        connection, _ = nats.accept()
+        connection.close()
+        nats.close()
+        assert reading.result(BOUND_S) == 1
 
 
 @pytest.mark.parametrize("argv", [["worker", "--engine", "fake"], ["frontend"]])

@@ -306,11 +306,8 @@ def test_a_caller_names_its_process() -> None:
     ("stat", "said"),
     [("7 (a) b) T 1", STOPPED), ("7 (python) S 1", ""), ("7 (python) Z 1", "is dead"), (None, GONE)],
 )
-def test_a_process_of_this_machine_says_its_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stat: str | None, said: str
-) -> None:
-    monkeypatch.setattr(read_facts, "PROC", tmp_path)
+def test_a_process_of_this_machine_says_its_state(tmp_path: Path, stat: str | None, said: str) -> None:
     (tmp_path / "7").mkdir()
     if stat is not None:
         (tmp_path / "7" / "stat").write_text(stat)
-    assert read_facts.process_state(7) == said
+    assert read_facts.process_state(7, tmp_path) == said

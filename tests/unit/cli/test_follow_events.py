@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from rl_plane.cli import follow_events, main
-from rl_plane.errors import Unavailable
 
 ONE = {"update_id": "u", "label": "one", "who": "frontend@a:1", "caller": "train.py@b:2"}
 
@@ -56,33 +59,51 @@ def test_each_event_has_words(kind: str, data: dict[str, Any], words: str) -> No
     assert follow_events.event_line(kind, {**data, "at": 1.0}).endswith(f":01 {words}")
 
 
-def test_a_follower_connects_again_after_the_last_event_that_it_has(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[int | None] = []
+class BreakingFrontend(ThreadingHTTPServer):
+    """Sends one event on each connection and breaks it off. The third reader is interrupted, as by Ctrl-C."""
 
-    def read(url: str, key: str | None, since_s: int, after: int | None, *more: Any) -> Iterator[Any]:
-        assert more == (True, "reference")
-        asked.append(after)
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str | None]] = []
+        """The query and the last event of each reader."""
+        super().__init__(("127.0.0.1", 0), _Breaking)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints nothing: an interrupted reader resets its connection."""
+
+
+class _Breaking(BaseHTTPRequestHandler):
+    server: BreakingFrontend
+
+    def do_GET(self) -> None:
+        asked = self.server.asked
+        asked.append((urlsplit(self.path).query, self.headers["Last-Event-ID"]))
         if len(asked) == 3:
-            raise KeyboardInterrupt
-        yield len(asked), "end", {"reason": "stopping"}
-        raise Unavailable("the connection was lost")
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            return
+        event = f'id: {len(asked)}\nevent: end\ndata: {{"reason": "stopping"}}\n\n'.encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Length", str(len(event) + 100))
+        self.end_headers()
+        self.wfile.write(event)
 
-    monkeypatch.setattr(follow_events, "read_events", read)
-    monkeypatch.setattr(follow_events, "AGAIN_S", 0.0)
-    assert main.run(["events", "--follow", "--component", "reference"]) == 130
-    assert asked == [None, 1, 2]
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_a_follower_connects_again_after_the_last_event_that_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with BreakingFrontend() as frontend:
+        threading.Thread(target=frontend.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{frontend.server_address[1]}"
+        assert main.run(["events", "--follow", "--component", "reference", "--url", url]) == 130
+        frontend.shutdown()
+    assert [after for _, after in frontend.asked] == [None, "1", "2"]
+    assert all("follow=true" in query and "component=reference" in query for query, _ in frontend.asked)
     assert capsys.readouterr().out.count("end: stopping") == 2
 
 
-def test_a_frontend_that_never_answered_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def read(*asked: Any) -> Iterator[Any]:
-        raise Unavailable("no frontend answers")
-        yield
-
-    monkeypatch.setattr(follow_events, "read_events", read)
-    assert main.run(["events", "--follow"]) == 1
-    assert "no frontend answers" in capsys.readouterr().err
+def test_a_frontend_that_never_answered_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        url = f"http://127.0.0.1:{gone.getsockname()[1]}"
+    assert main.run(["events", "--follow", "--url", url]) == 1
+    assert url in capsys.readouterr().err

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import pty
 import threading
 from typing import Any
 
@@ -66,12 +69,13 @@ def test_an_interrupt_leaves_the_terminal_as_it_was(facade: Facade) -> None:
         terminal.close()
 
 
-def test_with_json_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with seconds_shown("publish", quiet=True):
-        assert DISPLAY not in {thread.name for thread in threading.enumerate()}
-    with seconds_shown("publish"):
-        assert DISPLAY in {thread.name for thread in threading.enumerate()}
+def test_with_json_nothing_is_drawn() -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours), os.fdopen(theirs, "w") as terminal, contextlib.redirect_stderr(terminal):
+        with seconds_shown("publish", quiet=True):
+            assert DISPLAY not in {thread.name for thread in threading.enumerate()}
+        with seconds_shown("publish"):
+            assert DISPLAY in {thread.name for thread in threading.enumerate()}
 
 
 def row(instance_id: str, **more: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rl_plane.commit import coordinator
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.rules import evaluate_prepare, gave_up, needs_of
 from rl_plane.commit.steps import Announce, Answered, RecordAcks, SendOp, WaitSilent, Watch
@@ -53,7 +52,13 @@ class Fleet:
         self.bus = SimpleNamespace(identity=("server", 1))
         self.subjects = Subjects("ns", "c")
         held = SimpleNamespace(fence=5)
-        self.coordinator = Coordinator(self, self, held, clock=lambda: self.clock)  # type: ignore[arg-type]
+        self.coordinator = Coordinator(
+            self,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            held,  # type: ignore[arg-type]
+            clock=lambda: self.clock,
+            stop_s=0.05,
+        )
 
     async def ask_frontends(self, view: Any, op: str, body: Any, timeout_s: float, fence: int) -> dict[str, Any]:
         assert (op, fence) == ("follow_record", 5)
@@ -166,9 +171,8 @@ class ReceivingFleet(Fleet):
     "refusal", [InvalidRequest("outside", field="transport.path"), Unsupported("no such task")]
 )
 async def test_a_refusal_that_decides_an_update_stops_the_workers_that_receive(
-    policy: UpdatePolicy, refusal: PlaneError, monkeypatch: pytest.MonkeyPatch
+    policy: UpdatePolicy, refusal: PlaneError
 ) -> None:
-    monkeypatch.setattr(coordinator, "STOP_S", 0.05)
     fleet = ReceivingFleet(refusal)
     asked = SendOp("prepare", "prepare_update", {}, list("abc"), 300.0, needs=needs_of("u9", "abc", policy))
     async with asyncio.timeout(30):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.commit.steps import (
+    SESSION_IDLE_S,
     Answered,
     EndSession,
     Needs,

@@ -40,10 +40,9 @@ def test_the_patterns_of_adapters_are_fine(config: dict[str, Any]) -> None:
         ("alpha_pattern", {rf"x)|({ENDLESS}": 1}),  # it compiles as a part of a larger one alone
     ],
 )
-def test_a_pattern_without_end_is_refused(setting: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_patterns, "PATTERNS_S", 1.0)
+def test_a_pattern_without_end_is_refused(setting: str, value: Any) -> None:
     with pytest.raises(InvalidWeights) as caught:
-        check_patterns_end({setting: value}, NAMES)
+        check_patterns_end({setting: value}, NAMES, within_s=1.0)
     assert caught.value.facts["field"] == f"adapter_config.{setting}"
     assert caught.value.facts["fix"]
 

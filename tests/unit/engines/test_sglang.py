@@ -236,13 +236,15 @@ async def test_a_pipeline_that_makes_steps_while_it_is_paused_runs_on(
     assert process.asked == [*IN_PLACE, *[STANDS] * 4, "continue"]
 
 
-async def test_one_stage_is_paused_at_once(
-    engine: StandIn, process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def call(op: str) -> None:
+class UncalledProcess(Process):
+    """Fails the test when an op is asked of its ranks."""
+
+    async def call(self, op: str, **arguments: Any) -> Any:
         pytest.fail(f"{op} was called")
 
-    monkeypatch.setattr(process, "call", call)
+
+@pytest.mark.parametrize("process", [UncalledProcess], indirect=True)
+async def test_one_stage_is_paused_at_once(engine: StandIn) -> None:
     await engine.pause("keep", False)
 
 

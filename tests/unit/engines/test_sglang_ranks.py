@@ -17,7 +17,7 @@ import pytest
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError, Unsupported
 from worker.engines.base import EngineOptions
-from worker.engines.sglang import processes, scheduler
+from worker.engines.sglang import scheduler
 from worker.engines.sglang.plugin import METHOD
 from worker.engines.sglang.processes import SglangProcess
 from worker.receive.rank_agents.agent_client import AgentClient
@@ -44,6 +44,9 @@ class Holder:
 
 class OneRank(scheduler.Rank):
     """A rank without weights. `asked` is set while a caller waits for an outcome, `told` when it has got one."""
+
+    make_holder = Holder  # type: ignore[assignment]
+    look_s = 0.01
 
     def __init__(self, directory: Path) -> None:
         self.asked, self.told = threading.Event(), threading.Event()
@@ -76,6 +79,8 @@ class OneRank(scheduler.Rank):
 class RunningProcess(SglangProcess):
     """An engine of some ranks. SGLang's own call returns when the first one has ended it, as with SGLang. `sent` has
     the calls, for a test to run in the others."""
+
+    call_s = BOUND_S
 
     def __init__(self, directory: Path, ranks: list[OneRank], **arguments: Any) -> None:
         super().__init__(EngineOptions(directory), arguments, "cpu", 0)
@@ -117,10 +122,7 @@ def parallel(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallel: Any) -> Iterator[Callable[[], OneRank]]:
-    monkeypatch.setattr(scheduler, "SglangHolder", Holder)
-    monkeypatch.setattr(scheduler, "LOOK_S", 0.01)
-    monkeypatch.setattr(processes, "CALL_S", BOUND_S)
+def build(tmp_path: Path, parallel: Any) -> Iterator[Callable[[], OneRank]]:
     made: list[OneRank] = []
 
     def build() -> OneRank:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.vllm_stand_in import standing_in
@@ -115,13 +118,25 @@ async def test_adapters_that_are_gone_are_forgotten(tmp_path: Path) -> None:
     assert engine.label("c") == Label(VERSION, "c", None)
 
 
-async def test_a_check_on_a_gpu_has_a_time_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Hasty(AgentClient):
+    """Gives no time to a call that has none of its own."""
+
+    def ask(
+        self,
+        op: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        cancelled: Cancelled = never,
+        timeout_s: float = 0.0,
+    ) -> list[Any]:
+        return super().ask(op, body, cancelled=cancelled, timeout_s=timeout_s)
+
+
+async def test_a_check_on_a_gpu_has_a_time_of_its_own(tmp_path: Path) -> None:
     """It reads each byte of the model, and other calls of an agent none."""
     server = AgentServer.of_rank(tmp_path, 0, {"check": lambda body, cancelled: {"checksum": body["action"]}})
     server.start()
-    defaults = AgentClient.ask.__kwdefaults__ or {}
-    monkeypatch.setattr(AgentClient.ask, "__kwdefaults__", {**defaults, "timeout_s": 0.0})
-    ranks = Ranks(AgentClient.of_ranks(tmp_path, 1))
+    ranks = Ranks(Hasty.of_ranks(tmp_path, 1))
     engine, _ = await standing_in(tmp_path, ranks, device="cuda")
     try:
         with pytest.raises(DeadlineExceeded):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontend.completions.auto_tools import AutoTools, CallReader
+from frontend.completions.auto_tools import MAX_CHECKED, AutoTools, CallReader
 from frontend.completions.openai_replies import Chunks, whole
 from frontend.completions.reply_choice import Choice
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, Unavailable, Unsupported
@@ -47,19 +47,14 @@ class Workers:
         return SimpleNamespace(body={"content": "I look. ", "calls": calls})
 
 
-def reader_of(workers: Any) -> CallReader:
-    return CallReader(workers, workers, workers)
+def reader_of(workers: Any, **bounds: float) -> CallReader:
+    return CallReader(workers, workers, workers, **bounds)
 
 
 def ended() -> Choice:
     choice = Choice(0)
     choice.token_ids = [5, 6]
     return choice
-
-
-@pytest.fixture
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.completions.auto_tools.RETRY_S", 0.0)
 
 
 def test_calls_are_read_for_tools_without_a_choice_or_with_auto() -> None:
@@ -88,27 +83,29 @@ async def test_without_a_parser_auto_is_refused_by_name_and_the_default_stays_a_
     assert (caught.value.facts["field"], workers.asked) == ("tool_choice", [])
 
 
-async def test_a_text_waits_for_a_worker_that_has_time_to_read_it(no_pause: None) -> None:
+async def test_a_text_waits_for_a_worker_that_has_time_to_read_it() -> None:
     workers = Workers("b")
     workers.fails = [Unavailable("64 ops are under way")] * 3
-    assert await reader_of(workers).calls_of(ended(), AutoTools(tuple(TOOLS), False), "x") == ("I look. ", [CALL])
+    reader = reader_of(workers, retry_s=0.0)
+    assert await reader.calls_of(ended(), AutoTools(tuple(TOOLS), False), "x") == ("I look. ", [CALL])
     assert len(workers.asked) == 4
 
 
-async def test_a_text_waits_no_longer_than_its_bound(no_pause: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.completions.auto_tools.READ_S", -1.0)
+async def test_a_text_waits_no_longer_than_its_bound() -> None:
     workers = Workers("b")
     workers.fails = [Unavailable("64 ops are under way")]
     with pytest.raises(Unavailable, match="64 ops"):
-        await reader_of(workers).calls_of(ended(), AutoTools(tuple(TOOLS), False), "x")
+        await reader_of(workers, read_s=-1.0, retry_s=0.0).calls_of(ended(), AutoTools(tuple(TOOLS), False), "x")
 
 
-async def test_the_same_tools_are_checked_once_in_one_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.completions.auto_tools.MAX_CHECKED", 2)
+async def test_the_same_tools_are_checked_once_in_one_fleet() -> None:
     workers = Workers("b")
     reader, checks = reader_of(workers), 0
-    one, two, three = [AutoTools(({"function": {"name": name}},), False) for name in ("1", "2", "3")]
-    for tools, is_new in ((one, 1), (one, 0), (two, 1), (one, 0), (three, 1), (three, 0), (one, 1)):
+    one, two, *more, last = [
+        AutoTools(({"function": {"name": str(number)}},), False) for number in range(MAX_CHECKED + 1)
+    ]
+    first = ((one, 1), (one, 0), (two, 1), (one, 0))
+    for tools, is_new in (*first, *((tools, 1) for tools in more), (one, 0), (last, 1), (last, 0), (one, 1)):
         checks += is_new
         assert await reader.reads(tools)
         assert len(workers.asked) == checks, "what is remembered has a bound"

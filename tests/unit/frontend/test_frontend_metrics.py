@@ -271,11 +271,10 @@ def test_a_worker_that_leaves_is_counted_by_its_reason(
         assert "it hangs" in left[0]["why"]
 
 
-def test_the_workers_that_left_are_remembered_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workers_that_left_are_remembered_for_an_hour() -> None:
     now = [1000.0]
-    monkeypatch.setattr("frontend.routing.departures.time.time", lambda: now[0])
     view, status = View(), Status()
-    departures = Departures(view, status)  # type: ignore[arg-type]
+    departures = Departures(view, status, lambda: now[0])  # type: ignore[arg-type]
     departures.start()
     members = [replace(MEMBER, instance_id=f"{number:016x}", info={"host": "a"}) for number in range(KEPT + 1)]
     for member in members:

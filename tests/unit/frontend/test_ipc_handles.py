@@ -15,8 +15,7 @@ pytest.importorskip("torch")
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from frontend.dialects.common import ipc_handles
-from frontend.dialects.common.ipc_handles import HANDLE_BYTES, read_parts
+from frontend.dialects.common.ipc_handles import HANDLE_BYTES, PART_BYTES, read_parts
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.shared_tensors import GpuCopies
 from rl_plane.protocol.update_requests import Part
@@ -104,14 +103,14 @@ def test_skyrls_packed_buffer() -> None:
     assert not memory.held
 
 
-def test_many_handles_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 20
-    monkeypatch.setattr(ipc_handles, "PART_BYTES", HANDLE_BYTES * 10)
+def test_many_handles_go_in_several_messages() -> None:
+    of_a_message = PART_BYTES // (HANDLE_BYTES * len(GPUS))
+    count = 4 * of_a_message
     handles = [{gpu: arguments((4,), torch.float32) for gpu in GPUS} for _ in range(count)]
     names = [f"t{number}" for number in range(count)]
     given = info(handles, names=names, dtype_names=["float32"] * count, shapes=[[4]] * count)
     parts = read(given)
-    assert [len(part.names) for part in parts] == [5, 5, 5, 5]
+    assert [len(part.names) for part in parts] == [of_a_message] * 4
     assert [name for part in parts for name in part.names] == names
     for part in parts:
         assert pieces(part) == [part]

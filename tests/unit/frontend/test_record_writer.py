@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
+import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import pytest
 
 from frontend.completions.reply_choice import Choice
 from frontend.completions.rollout_record import RolloutRecord
-from frontend.records import record_writer
 from frontend.records.record_writer import RecordWriter
-from frontend.server.replies import to_json
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import GenerateRequest
 
 BOUND_S = 10.0
+FIRST_NS = 10**9
+FIRST_FILE = "rollouts-0000000001000.jsonl"
+"""The file that a writer begins at FIRST_NS."""
 
 
 def record(number: int = 0, tokens: int = 3, **request: Any) -> RolloutRecord:
@@ -65,61 +67,53 @@ def test_a_record_is_one_line_with_all_that_a_replay_needs(writer: RecordWriter,
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_oldest_files_go(writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_writer, "FILE_BYTES", 10)
+def test_the_oldest_files_go(tmp_path: Path) -> None:
     now = iter(range(0, 10**12, 10**9))
-    monkeypatch.setattr(time, "time_ns", lambda: next(now))
+    writer = RecordWriter(tmp_path / "records", 3, file_bytes=10, clock=lambda: next(now))
+    writer.start()
     for number in range(7):
         writer.put(record(number))
     until(lambda: writer.counts["written"] == 7)
+    writer.close()
     assert [line["id"] for line in lines(tmp_path / "records")] == ["r4", "r5", "r6"]
 
 
-def test_what_does_not_fit_into_the_queue_is_dropped_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(record_writer, "MAX_QUEUED_TOKENS", 20)
-    may_write = threading.Event()
-
-    def slow(wire: Any) -> bytes:
-        assert may_write.wait(BOUND_S)
-        return to_json(wire)
-
-    monkeypatch.setattr("frontend.records.record_writer.to_json", slow)
-    writer = RecordWriter(tmp_path, 3)
+def test_what_does_not_fit_into_the_queue_is_dropped_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FIRST_FILE)  # a disk that takes nothing before the pipe has a reader
+    writer = RecordWriter(tmp_path, 3, queued_tokens=20, clock=lambda: FIRST_NS)
     writer.start()
     for number in range(50):
         writer.put(record(number))  # 5 tokens each
     dropped = writer.counts["dropped"]
     assert 45 <= dropped <= 46  # the thread may have taken one
-    may_write.set()
-    writer.close()
-    assert writer.counts == {"written": 50 - dropped, "dropped": dropped, "failed": 0}
-    assert len(lines(tmp_path)) == 50 - dropped
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lines, tmp_path)
+        writer.close()
+        assert writer.counts == {"written": 50 - dropped, "dropped": dropped, "failed": 0}
+        assert len(found.result(BOUND_S)) == 50 - dropped
     writer.put(record())
     assert writer.counts["dropped"] == dropped + 1
 
 
-def test_a_full_disk_gives_one_line_and_records_come_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("retry_s", [0.0, BOUND_S * 10])
+def test_a_full_disk_gives_one_line_and_records_come_again_after_a_pause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, retry_s: float
 ) -> None:
     caplog.set_level(logging.INFO)
-    now = [10**9]
-    monkeypatch.setattr(time, "time_ns", lambda: now[0])
-    (tmp_path / "rollouts-0000000001000.jsonl").symlink_to("/dev/full")
-    writer = RecordWriter(tmp_path, 3)
+    (tmp_path / FIRST_FILE).symlink_to("/dev/full")
+    writer = RecordWriter(tmp_path, 3, retry_s=retry_s, clock=lambda: FIRST_NS)
     writer.start()
     for number in range(5):
         writer.put(record(number))
     until(lambda: writer.counts["failed"] == 5)
     (told,) = [line.getMessage() for line in caplog.records if "lost" in line.getMessage()]
     assert "No space left on device; fix: make room there" in told
-    (tmp_path / "rollouts-0000000001000.jsonl").unlink()
-    monkeypatch.setattr(record_writer, "RETRY_S", 0.0)
+    (tmp_path / FIRST_FILE).unlink()
     writer.put(record(9))
     writer.close()
-    assert [line["id"] for line in lines(tmp_path)] == ["r9"]
-    assert any("written again: 5 were lost" in line.getMessage() for line in caplog.records)
+    assert [line["id"] for line in lines(tmp_path)] == ([] if retry_s else ["r9"])
+    again = any("written again: 5 were lost" in line.getMessage() for line in caplog.records)
+    assert again is (not retry_s)
 
 
 def test_a_folder_has_one_writer(writer: RecordWriter, tmp_path: Path) -> None:

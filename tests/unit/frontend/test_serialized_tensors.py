@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 
 from frontend.dialects.sglang import serialized_tensors
-from frontend.dialects.sglang.serialized_tensors import MAX_ELEMENTS, MAX_TENSORS, described, read_shared
+from frontend.dialects.sglang.serialized_tensors import (
+    MAX_ELEMENTS,
+    MAX_NESTED,
+    MAX_TENSORS,
+    described,
+    read_shared,
+)
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.shared_tensors import GpuCopies, GpuMemory, NamedMemory
 from rl_plane.protocol.update_requests import Part
-from rl_plane.weights import pickle_reader
 from rl_plane.weights.pickle_reader import MAX_MARKS, MAX_OPCODES, MAX_PICKLE_BYTES, MAX_STACK
 from tests.support.hostile_pickles import SYSTEM, Reduced, forbidden_to_run, mutated
 from tests.support.pickled_tensors import (
@@ -211,12 +216,11 @@ def test_a_pickle_that_is_refused(data: bytes, load_format: str | None, words: s
     assert words in refusal(data, load_format).message
 
 
-def test_too_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serialized_tensors, "MAX_TENSORS", 3)
-    monkeypatch.setattr(serialized_tensors, "MAX_NESTED", 3)
-    assert MAX_TENSORS > 3
-    assert "more than 3 tensors" in refusal(listed([(f"t{number}", GOOD) for number in range(4)])).message
-    assert "more than 3 pickles" in refusal(of_ranks([("a", [GOOD] * 4)])).message
+def test_too_many_tensors() -> None:
+    many = [(f"t{number}", GOOD) for number in range(MAX_TENSORS + 1)]
+    assert len(read_shared([listed(many[1:])], None).tensors) == MAX_TENSORS
+    assert f"more than {MAX_TENSORS} tensors" in refusal(listed(many)).message
+    assert f"more than {MAX_NESTED} pickles" in refusal(of_ranks([("a", [GOOD] * (MAX_NESTED + 1))])).message
 
 
 # ---- attacks ----
@@ -343,12 +347,11 @@ def test_mutated_pickles_run_nothing_and_end() -> None:
     assert MUTANTS // 2 < refused < MUTANTS, "some mutants are refused, and some are tensors all the same"
 
 
-def test_the_work_of_a_hostile_pickle_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_of_a_hostile_pickle_is_bounded() -> None:
     """The opcodes bound the time, each of which does a bounded step."""
-    good = listed([("a", GOOD)])
-    monkeypatch.setattr(pickle_reader, "MAX_OPCODES", 500)
+    good = listed([(f"t{number}", GOOD) for number in range(MAX_OPCODES // 1500)])
     assert read_shared([good] * 4, None).tensors
-    assert MAX_OPCODES > 500
-    with pytest.raises(InvalidRequest, match="500 opcodes in the pickles of one call"):
-        read_shared([good] * 40, None)
-    assert "500 opcodes" in refusal(b"\x80\x04]\x94" + b"h\x00a" * 600 + b".").message
+    with pytest.raises(InvalidRequest, match=f"{MAX_OPCODES} opcodes in the pickles of one call"):
+        read_shared([good] * 64, None)
+    endless = b"\x80\x04]\x94" + b"h\x00a" * (MAX_OPCODES // 2) + b"."
+    assert f"{MAX_OPCODES} opcodes" in refusal(endless).message

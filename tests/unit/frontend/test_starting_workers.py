@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from nats.aio.msg import Msg
 
-from frontend.facade import starting_workers
-from frontend.facade.starting_workers import SILENT_S, StartingWorkers
+from frontend.facade.starting_workers import MAX_STARTING, SILENT_S, StartingWorkers
 from rl_plane.membership.core import Changed, Member
 from rl_plane.protocol.notices import StartNotice
 from rl_plane.protocol.subjects import Subjects
@@ -78,13 +76,13 @@ async def test_a_worker_is_listed_until_it_is_silent_its_connection_closes_or_it
     assert around.listed() == []
 
 
-async def test_the_number_of_listed_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting_workers, "MAX_STARTING", 2)
+async def test_the_number_of_listed_workers_is_bounded() -> None:
     around = Around()
     await around.starting.start()
-    for number in range(3):
-        await around.hear(f"{number:016x}", 1.0, number)
-    assert around.listed() == ["0" * 16, f"{1:016x}"]
+    ids = [f"{number:016x}" for number in range(MAX_STARTING + 1)]
+    for number, instance_id in enumerate(ids):
+        await around.hear(instance_id, 1.0, number)
+    assert around.listed() == ids[:-1]
     around.closed.add(("s", 0))
-    await around.hear(f"{2:016x}", 1.0, 2)
-    assert around.listed() == [f"{1:016x}", f"{2:016x}"]
+    await around.hear(ids[-1], 1.0, MAX_STARTING)
+    assert around.listed() == ids[1:]

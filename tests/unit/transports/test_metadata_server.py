@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rl_plane._util.framing import read_frame, send_frame
+from rl_plane._util.framing import MAX_FRAME_BYTES, read_frame, send_frame
+from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.nixl import metadata_server
 from rl_plane.transports.nixl.metadata_server import MetadataServer
@@ -24,8 +25,14 @@ SECRET = "5" * 32
 
 
 @pytest.fixture
-def server() -> Iterator[MetadataServer]:
-    found = MetadataServer("127.0.0.1", 0)
+def bounds() -> dict[str, float]:
+    """The bounds of `server` that are not the usual ones. A test gives them as a parameter."""
+    return {}
+
+
+@pytest.fixture
+def server(bounds: dict[str, float]) -> Iterator[MetadataServer]:
+    found = MetadataServer("127.0.0.1", 0, **bounds)
     found.offer(
         SECRET, b"how to read the memory", Manifest(pack([("a", TensorSpec("F32", (1,)))], 64)), [[(1, 4)]]
     )
@@ -56,11 +63,19 @@ def test_silent_connections_are_bounded_and_disturb_no_receiver(server: Metadata
         assert answer(server, SECRET)["metadata"]
 
 
-def test_half_a_request_is_closed_after_its_time(server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata_server, "REQUEST_S", 0.1)
+@pytest.mark.parametrize("bounds", [{"request_s": 0.1}])
+def test_half_a_request_is_closed_after_its_time(server: MetadataServer) -> None:
     with connected(server) as stranger:
         stranger.sendall(b"\x00\x00\x00\x10half")
         assert stranger.recv(1) == b""
+
+
+def test_an_offer_too_long_to_be_read_is_refused(server: MetadataServer) -> None:
+    manifest = Manifest(pack([("a", TensorSpec("F32", (1,)))], 64))
+    with pytest.raises(InvalidRequest, match="manifest is too large") as caught:
+        server.offer("6" * 32, bytes(MAX_FRAME_BYTES), manifest, [[(1, 4)]])
+    assert caught.value.facts["field"] == "tensors"
+    assert answer(server, "6" * 32).keys() == {"error"}
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x00\x00\x00\x01\xc1"])
@@ -74,10 +89,8 @@ def test_garbage_is_closed(server: MetadataServer, said: bytes) -> None:
     assert answer(server, SECRET)["metadata"]
 
 
-def test_a_peer_hears_of_a_bucket_that_is_verified_after_a_pause(
-    server: MetadataServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metadata_server, "RELAY_LOOK_S", 0.01)
+@pytest.mark.parametrize("bounds", [{"relay_look_s": 0.01}])
+def test_a_peer_hears_of_a_bucket_that_is_verified_after_a_pause(server: MetadataServer) -> None:
     relay = server.offer_relay("7" * 32, b"how to read the memory", [[(1, 4)], [(8, 4)]])
     with connected(server) as peer:
         send_frame(peer, {"protocol": PROTOCOL, "secret": "7" * 32, "relay": True})
@@ -151,11 +164,11 @@ def test_no_other_memory_is_read(
     assert answer(server, SECRET)["metadata"]
 
 
+@pytest.mark.parametrize("bounds", [{"leave_s": 10 * BOUND_S}])
 def test_a_withdrawn_version_is_read_no_more_when_withdraw_returns(
-    server: MetadataServer, readable: tuple[bytearray, int], monkeypatch: pytest.MonkeyPatch
+    server: MetadataServer, readable: tuple[bytearray, int]
 ) -> None:
     """The reader hangs, so the source waits for it in the middle of a read."""
-    monkeypatch.setattr(metadata_server, "LEAVE_S", 10 * BOUND_S)
     memory, address = readable
     with connected(server) as reader:
         asked(reader, SECRET, (address, LARGE))

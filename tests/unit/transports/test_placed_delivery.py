@@ -26,6 +26,7 @@ from rl_plane.transports.ipc.placed_delivery import PlacedDelivery
 from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.transports.ipc.torch_cuda import SHM, TorchCuda
 from tests.support.host_cuda import GPUS, HostCuda, at_call
+from tests.support.other_user import as_another_user
 
 Make = Callable[..., NamedMemory]
 BOUND_S = 30.0
@@ -176,7 +177,7 @@ def test_memory_that_gets_shorter_is_no_crash(make: Make) -> None:
         received(part({"a": ("uint8", [64], place(0))}, [memory]), places=places)
 
 
-def test_only_a_file_of_ones_own_is_opened(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_a_file_of_ones_own_is_opened(make: Make, tmp_path: Path) -> None:
     def refused(memory: NamedMemory) -> str:
         with pytest.raises(InvalidRequest) as caught, opened_memory(memory, shm=tmp_path):
             pass
@@ -201,8 +202,7 @@ def test_only_a_file_of_ones_own_is_opened(make: Make, monkeypatch: pytest.Monke
     (tmp_path / name).write_bytes(bytes(HEADER_BYTES + 8))
     with opened_memory(memory, shm=tmp_path) as descriptor:
         assert os.fstat(descriptor).st_size == HEADER_BYTES + 8
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with as_another_user():
         assert "of this worker's user" in refused(memory)
     for wrong in ("../secret", "torch_1_2", "torch_1_2_3/../secret", "/torch_1_2_3", "torch_1_2_3\n", ""):
         with pytest.raises(ValueError, match="name"):

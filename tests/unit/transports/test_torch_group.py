@@ -582,11 +582,11 @@ def test_a_stranger_finds_neither_the_store_nor_the_lifelines_of_a_formed_group(
     assert announced["master_port"] not in {one.port for one in listeners([os.getpid()])}
 
 
-def test_a_check_refuses_what_a_rank_can_not_join_and_joins_nothing(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rl_plane.transports.group.receiver.MAX_GROUPS", 0)
-    transport = GlooTransport(TransportContext())
+def test_a_check_refuses_what_a_rank_can_not_join_and_joins_nothing(store: Any) -> None:
+    class Full(GlooTransport):
+        max_groups = 0
+
+    transport = Full(TransportContext())
     here: dict[str, Any] = {
         "group": "g",
         "master_address": "127.0.0.1",

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from xxhash import xxh3_128
 
-import rl_plane.weights.rooted_files as directories
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, TensorSpec, tensors_digest
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.weights.checkpoint import ADAPTER_NAME, SINGLE_NAME, write_manifest
 from rl_plane.weights.manifest import MAX_CONFIG_BYTES
-from rl_plane.weights.safetensors_file import DiskFile, write_safetensors
+from rl_plane.weights.safetensors_file import write_safetensors
+from tests.support.replaced_files import replaced_while_opened
 from tests.support.safetensors_files import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
@@ -130,16 +130,12 @@ def test_an_adapters_manifest(transport: FilesystemTransport, root: Path) -> Non
     assert "other lengths" in adapter_refusal(transport, path).message
 
 
-def test_a_config_replaced_while_the_adapter_is_opened(
-    transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_replaced_while_the_adapter_is_opened(transport: FilesystemTransport, root: Path) -> None:
     path = adapter(root / "lora")
 
-    class Replacing(DiskFile):
-        def __init__(self, descriptor: int, name: str, *, field: str = "") -> None:
-            super().__init__(descriptor, name, field=field)
-            (path / "fresh").write_text(json.dumps(LORA | {"r": 2}))
-            (path / "fresh").replace(path / ADAPTER_CONFIG_NAME)
+    def replace(name: str) -> None:
+        (path / "fresh").write_text(json.dumps(LORA | {"r": 2}))
+        (path / "fresh").replace(path / ADAPTER_CONFIG_NAME)
 
-    monkeypatch.setattr(directories, "DiskFile", Replacing)
-    assert "was replaced" in adapter_refusal(transport, path).message
+    with replaced_while_opened(replace):
+        assert "was replaced" in adapter_refusal(transport, path).message

@@ -26,9 +26,9 @@ from tests.conftest import stop_process
 from tests.support.host_ranks import OneHost
 from tests.support.receive_requests import files_request, named_request
 from worker.engines.fake.adapter import make_fake_model
-from worker.receive.host_agent import windows
 from worker.receive.host_agent.host_agent_client import HostAgentClient
 from worker.receive.host_agent.host_agent_process import HostAgentProcess
+from worker.receive.host_agent.windows import AHEAD, WINDOW_BYTES
 from worker.receive.rank_agents.agent_messages import socket_directory
 from worker.receive.rank_agents.host_areas import staged_weights
 from worker.receive.staging import DigestingStream, adapter_digest, model_digest
@@ -54,9 +54,15 @@ def new(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def one_host(tmp_path: Path, new: Path) -> Iterator[OneHost]:
+def window_bytes() -> int:
+    """The bytes of a window of `one_host`. A test gives others as a parameter."""
+    return WINDOW_BYTES
+
+
+@pytest.fixture
+def one_host(tmp_path: Path, new: Path, window_bytes: int) -> Iterator[OneHost]:
     directory = socket_directory()
-    found = OneHost(directory, specs_of(new), (tmp_path,))
+    found = OneHost(directory, specs_of(new), (tmp_path,), window_bytes)
     yield found
     found.close()
     for path in directory.iterdir():
@@ -222,20 +228,15 @@ def test_an_adapter_is_checked_by_a_rank_and_staged_once(one_host: OneHost, tmp_
         one_host.host.open(*files_request("t", path, kind="lora"))
 
 
-@pytest.mark.parametrize("window", [1, 10_000, 1 << 20])
-def test_an_update_in_place_goes_to_all_ranks_by_windows(
-    one_host: OneHost, new: Path, monkeypatch: pytest.MonkeyPatch, window: int
-) -> None:
-    monkeypatch.setattr(windows, "WINDOW_BYTES", window)
+@pytest.mark.parametrize("window_bytes", [1, 10_000, 1 << 20])
+def test_an_update_in_place_goes_to_all_ranks_by_windows(one_host: OneHost, new: Path) -> None:
     one_host.host.open(*files_request("s", new, in_place=True, digest=model_digest(new)))
     assert one_host.host.receive("s", never)["digest"] == model_digest(new)
     assert [rank.loaded for rank in one_host.all] == [bytes_of(new)] * 2
 
 
-def test_an_update_in_place_holds_few_windows_while_a_rank_is_slow(
-    one_host: OneHost, new: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 1)
+@pytest.mark.parametrize("window_bytes", [1])
+def test_an_update_in_place_holds_few_windows_while_a_rank_is_slow(one_host: OneHost, new: Path) -> None:
     slow = one_host.all[1]
     slow.goes_on.clear()
     one_host.host.open(*files_request("s", new, in_place=True))
@@ -247,17 +248,15 @@ def test_an_update_in_place_holds_few_windows_while_a_rank_is_slow(
         holder: Any = one_host.agent.receiver.holder
         most = max(most, len(holder.windows._windows))
         threading.Event().wait(0.01)
-    assert most == windows.AHEAD
+    assert most == AHEAD
     assert len(one_host.all[0].loaded) < TENSORS, "the slowest rank sets the pace"
     slow.goes_on.set()
     receiving.join(BOUND_S)
     assert [rank.loaded for rank in one_host.all] == [bytes_of(new)] * 2
 
 
-def test_a_rank_that_fails_ends_an_update_in_place(
-    one_host: OneHost, new: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 1)
+@pytest.mark.parametrize("window_bytes", [1])
+def test_a_rank_that_fails_ends_an_update_in_place(one_host: OneHost, new: Path) -> None:
     one_host.all[1].fails_after = 2
     one_host.host.open(*files_request("s", new, in_place=True))
     with pytest.raises(EngineFailed, match="rank 1 takes no more"):
@@ -268,11 +267,11 @@ def test_a_rank_that_fails_ends_an_update_in_place(
     assert [rank.loaded for rank in one_host.all] == [bytes_of(new)] * 2
 
 
+@pytest.mark.parametrize("window_bytes", [1])
 @pytest.mark.parametrize("why", ["digest", "cancelled"])
 def test_an_update_in_place_that_is_wrong_or_cancelled_ends_in_all_ranks(
-    one_host: OneHost, new: Path, monkeypatch: pytest.MonkeyPatch, why: str
+    one_host: OneHost, new: Path, why: str
 ) -> None:
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 1)
     cancelled: Callable[[], bool] = never
     expected: tuple[type[Exception], str] = (InvalidWeights, "is wanted")
     digest = "blake3:" + "0" * 64

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_plane.errors import InvalidRequest, PlaneError
-from worker.metrics import metrics_listener
-from worker.metrics.metrics_listener import MetricsListener, open_metrics_port
+from worker.metrics.metrics_listener import MAX_CONNECTIONS, REQUEST_S, MetricsListener, open_metrics_port
 from worker.nodes.node_settings import NodeSettings
 from worker.process import check_options
 from worker.worker_options import WorkerOptions
@@ -23,13 +22,13 @@ HERE = "127.0.0.1"
 
 
 @asynccontextmanager
-async def listening(text: bytes = b"a 1\n") -> AsyncIterator[int]:
+async def listening(text: bytes = b"a 1\n", request_s: float = REQUEST_S) -> AsyncIterator[int]:
     with open_metrics_port(HERE, 0, None) as listener:
 
         async def page() -> bytes:
             return text
 
-        server = MetricsListener(listener, page, None)
+        server = MetricsListener(listener, page, None, request_s=request_s)
         await server.start()
         try:
             yield listener.getsockname()[1]
@@ -60,9 +59,8 @@ async def test_a_scrape_gets_the_page_and_the_connection_ends() -> None:
 
 
 @pytest.mark.parametrize("request_", [b"", b"GET /metrics HTTP/1.1\r\nHost: x", b"\x00" * 100])
-async def test_a_request_that_does_not_end_is_cut(monkeypatch: pytest.MonkeyPatch, request_: bytes) -> None:
-    monkeypatch.setattr(metrics_listener, "REQUEST_S", 0.05)
-    async with listening() as port:
+async def test_a_request_that_does_not_end_is_cut(request_: bytes) -> None:
+    async with listening(request_s=0.05) as port:
         assert await answer(port, request_) == b""
 
 
@@ -80,15 +78,16 @@ async def test_a_broken_head_gets_no_page(head: bytes) -> None:
         assert b"200 OK" in await answer(port, b"GET /metrics HTTP/1.1\r\n\r\n")
 
 
-async def test_connections_beyond_the_bound_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_listener, "MAX_CONNECTIONS", 1)
-    async with listening() as port:
-        _, waiting = await asyncio.open_connection(HERE, port)
+async def test_connections_beyond_the_bound_are_closed() -> None:
+    async with listening(request_s=10 * BOUND_S) as port:
+        waiting = [(await asyncio.open_connection(HERE, port))[1] for _ in range(MAX_CONNECTIONS)]
         assert await answer(port, b"GET /metrics HTTP/1.1\r\n\r\n") == b""
-        waiting.transport.abort()
+        waiting[0].transport.abort()
         async with asyncio.timeout(BOUND_S):
             while b"200 OK" not in await answer(port, b"GET /metrics HTTP/1.1\r\n\r\n"):
                 continue
+        for each in waiting:
+            each.transport.abort()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
@@ -110,7 +109,7 @@ def test_a_port_in_use_is_named() -> None:
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)  # as if it weren't installed
     with pytest.raises(PlaneError) as raised:
         open_metrics_port(HERE, 0, None)
     assert raised.value.facts["fix"] == "pip install 'rl-plane[metrics]'"

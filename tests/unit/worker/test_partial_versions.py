@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -13,13 +14,12 @@ import torch
 from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidWeights, NotAtBase
 from rl_plane.protocol.update_requests import DeltaChainEntry, Transport
-from rl_plane.protocol.versions import tensor_digest, tensors_digest
-from rl_plane.transports.base import Delivery
+from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest, tensors_digest
 from tests.support.receive_requests import NamedRequest, named_request
 from tests.support.small_versions import Road, Tensors, raw, same, spec_of, weights
 from worker.engines.common.torch_weights import StagedTensors, host_copies
 from worker.receive import kept_copy
-from worker.receive.kept_copy import KeptCopy
+from worker.receive.kept_copy import EXCHANGE_BYTES, KeptCopy, Replacement
 from worker.receive.weight_holder import Staged, TensorStream
 from worker.receive.weight_receiver import Receiver
 
@@ -192,13 +192,10 @@ def test_a_copy_that_differs_only_in_tensors_that_come_needs_no_base() -> None:
 
 
 @pytest.mark.parametrize("stated", [True, False])
-def test_a_copy_that_differs_in_another_tensor_needs_the_base(
-    stated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_differs_in_another_tensor_needs_the_base(stated: bool) -> None:
     worker = Worker("partial", "partial", changes={1: "b"})
     worker.serve(0, 1)
-    if not stated:
-        monkeypatch.setattr(Road, "open", _without_digests(Road.open))
+    worker.road.states_digests = stated
     # It is called a version that was built on version 0, but it was built on version 1.
     worker.digests[2] = worker.road.put("other", {**worker.versions[2], "b": worker.versions[0]["b"]})
     worker.versions[2]["b"] = worker.versions[0]["b"]
@@ -208,15 +205,6 @@ def test_a_copy_that_differs_in_another_tensor_needs_the_base(
     worker.serve(2, onto=0)
     assert worker.keeps(2)
     assert worker.road.opened[-2:] == ["c2", "c0"]
-
-
-def _without_digests(open_: Callable[..., Delivery]) -> Callable[..., Delivery]:
-    def opened(self: Road, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> Delivery:
-        delivery = open_(self, request, kind)
-        delivery.digest = delivery.tensor_digests = None
-        return delivery
-
-    return opened
 
 
 @pytest.mark.parametrize("at", range(8))
@@ -268,15 +256,15 @@ def test_a_partial_version_that_does_not_fit_leaves_the_copy() -> None:
     worker.serve(1)
 
 
-def test_a_large_tensor_is_exchanged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_copy, "EXCHANGE_BYTES", 7)
-    worker = Worker("partial")
-    worker.serve(0)
-    worker.stage(1)
-    worker.receiver.discard("c1")
-    assert worker.keeps(0)
-    worker.serve(1)
-    assert worker.keeps(1)
+@pytest.mark.parametrize("more", [0, 7])
+def test_a_large_tensor_is_exchanged_in_pieces(more: int) -> None:
+    before, after = os.urandom(2 * EXCHANGE_BYTES + more), os.urandom(2 * EXCHANGE_BYTES + more)
+    here, brought = bytearray(before), bytearray(after)
+    change = Replacement(HostTensor(TensorSpec("U8", (len(after),)), memoryview(brought)), "its digest")
+    change.apply(memoryview(here))
+    assert (bytes(here), bytes(brought)) == (after, before)
+    change.apply(memoryview(here))
+    assert (bytes(here), bytes(brought)) == (before, after)
 
 
 def test_a_link_of_the_chain_that_does_not_fit_is_named() -> None:

@@ -22,7 +22,7 @@ import worker.receive.rank_agents.agent_messages as wire
 from rl_plane._util.framing import MAX_FRAME_BYTES, send_frame
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, PlaneError
-from worker.receive.rank_agents import agent_client
+from tests.support.other_user import as_another_user
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_server import AgentServer, Method
 
@@ -70,11 +70,10 @@ def test_a_process_with_many_descriptors_calls_and_answers(serve: Serve) -> None
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_process_of_another_user_is_not_answered(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_another_user_is_not_answered(serve: Serve) -> None:
     client = serve(0, {"secret": lambda body, cancelled: "told"})
     assert client.ask("secret") == ["told"]
-    monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    with pytest.raises(EngineFailed, match=r"broke off|can't be reached"):
+    with as_another_user(), pytest.raises(EngineFailed, match=r"broke off|can't be reached"):
         client.ask("secret")
 
 
@@ -138,11 +137,10 @@ def test_an_agent_that_breaks_off_or_is_not_there(serve: Serve, directory: Path)
     assert client.ask("big") == ["x" * 100]
 
 
-def test_waits_are_bounded(serve: Serve, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_are_bounded(serve: Serve, directory: Path) -> None:
     ended = threading.Event()
     serve(0, {"hang": lambda *_: ended.wait(BOUND_S)})
-    monkeypatch.setattr(agent_client, "CANCEL_WAIT_S", 0.1)
-    client = AgentClient.of_ranks(directory, 1)
+    client = AgentClient.of_ranks(directory, 1, cancel_wait_s=0.1)
     with pytest.raises(PlaneError, match="did not end in time"):
         client.ask("hang", timeout_s=0.1)
     with pytest.raises(EngineFailed, match="cancelled"):

@@ -16,9 +16,10 @@ from rl_plane.weights.hashed_copy import address_of
 from tests.support.receive_requests import files_request
 from worker.engines.base import EngineOptions
 from worker.engines.fake.adapter import FakeEngine, make_fake_model
-from worker.receive import host_room
 from worker.receive.area_pool import AreaPool
+from worker.receive.host_room import MemoryFiles
 from worker.receive.staging_area import ALIGN_BYTES, MappedArea, StagingArea
+from worker.receive.weight_receiver import Receiver
 
 SPECS = {"a": TensorSpec("F32", (3,)), "empty": TensorSpec("F32", (0,)), "b": TensorSpec("I8", (3 << 20,))}
 BYTES = {"a": bytes(range(12)), "empty": b"", "b": os.urandom(3 << 20)}
@@ -81,9 +82,7 @@ def test_a_killed_process_leaves_nothing() -> None:
         process.kill()
 
 
-async def test_weights_without_room_are_refused_before_a_byte_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_weights_without_room_are_refused_before_a_byte_comes(tmp_path: Path) -> None:
     engine = FakeEngine(EngineOptions(make_fake_model(tmp_path / "base", 0), weight_roots=(tmp_path,)))
     await engine.start()
     new = make_fake_model(tmp_path / "new", 1)
@@ -91,9 +90,9 @@ async def test_weights_without_room_are_refused_before_a_byte_comes(
     group.mkdir()
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text("0::/none/of/these\n")
-    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 9 kB\n")
-    monkeypatch.setattr(host_room, "CGROUPS", group)
-    monkeypatch.setattr(host_room, "PROC", proc)
+    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 9999999 kB\n")
+    files = MemoryFiles(proc, group)
+    engine.receiver = Receiver(engine.receiver.holder, engine.receiver.transports, memory_files=files)
     (group / "memory.max").write_text("5000\n")
     (group / "memory.current").write_text("2000\n")
     (group / "memory.stat").write_text("anon 700\ninactive_file 500\nactive_file 500\n")

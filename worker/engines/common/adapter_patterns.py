@@ -49,8 +49,8 @@ for pattern in patterns:
 does not compile is left to the code that uses it later: that code reports the error."""
 
 
-def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises InvalidWeights if a setting holds no patterns, or if its patterns take longer than PATTERNS_S. `names`:
+def check_patterns_end(config: Mapping[str, Any], names: Iterable[str], within_s: float = PATTERNS_S) -> None:
+    """Raises InvalidWeights if a setting holds no patterns, or if its patterns take longer than `within_s`. `names`:
     the names of the model with which the patterns are matched."""
     known = list(names)
     for setting in _SETTINGS:
@@ -69,12 +69,12 @@ def check_patterns_end(config: Mapping[str, Any], names: Iterable[str]) -> None:
                 input=json.dumps([unsure, known]),
                 text=True,
                 capture_output=True,
-                timeout=PATTERNS_S,
+                timeout=within_s,
                 check=True,
             )
         except subprocess.SubprocessError as error:
             is_slow = isinstance(error, subprocess.TimeoutExpired)
-            what = f"takes more than {PATTERNS_S:g} s" if is_slow else "ends the process which tries it"
+            what = f"takes more than {within_s:g} s" if is_slow else "ends the process which tries it"
             raise refuse_key(
                 setting,
                 f"has a regular expression that {what}: {unsure[0][:100]!r}",

@@ -47,6 +47,7 @@ class SglangProcess(EngineProcess):
 
     name = "SGLang"
     vital = "sglang::"
+    call_s = CALL_S
 
     def __init__(self, options: EngineOptions, arguments: dict[str, Any], device: str, gpu: int) -> None:
         super().__init__(options, arguments)
@@ -111,7 +112,7 @@ class SglangProcess(EngineProcess):
                 await self._send_to_replicas(asked)
             else:
                 failure = await asyncio.to_thread(self._remote_call, asked)
-            rows = await asyncio.to_thread(self.ranks.rows, "outcome", {"call": number}, timeout_s=CALL_S)
+            rows = await asyncio.to_thread(self.ranks.rows, "outcome", {"call": number}, timeout_s=self.call_s)
             check_rows(rows)  # with their types
             if failure is not None:
                 raise EngineFailed(f"{op}: {failure}")

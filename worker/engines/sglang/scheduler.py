@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,13 @@ LOOK_S = 0.5
 class Rank:
     """`told`: what the adapter has put under `plugin.MARK`."""
 
+    make_holder: Callable[[Path, Any], SglangHolder] = SglangHolder
+    look_s = LOOK_S
+
     def __init__(self, scheduler: Any, told: Mapping[str, Any]) -> None:
         model = Path(told["model"])
         self._scheduler = scheduler
-        self._holder = SglangHolder(model, scheduler)
+        self._holder = self.make_holder(model, scheduler)
         self._kept = KeptKv(scheduler)
         self._outcome: dict[str, Any] = {}
         """The result of the last call, or its `error`: SGLang passes on the first rank's error alone, and only as
@@ -70,7 +73,7 @@ class Rank:
     def _tell_outcome(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
         with self._ended:
             while body["call"] > self._called and not cancelled():
-                self._ended.wait(LOOK_S)
+                self._ended.wait(self.look_s)
         return self._outcome
 
     # between two steps

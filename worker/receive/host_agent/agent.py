@@ -13,6 +13,7 @@ from rl_plane.protocol.update_requests import ReceiveRequest
 from rl_plane.transports.base import TransportContext
 from worker.receive.host_agent.areas import passed
 from worker.receive.host_agent.holder import HostHolder, HostStaged
+from worker.receive.host_agent.windows import WINDOW_BYTES
 from worker.receive.lacking_transports import LACKING
 from worker.receive.rank_agents.agent_messages import WithDescriptor
 from worker.receive.rank_agents.agent_server import Method
@@ -25,8 +26,10 @@ class HostAgent:
     """Receives for the ranks whose sockets are in `directory`. `begin` comes first, when the ranks have described their
     model."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, window_bytes: int = WINDOW_BYTES) -> None:
+        """`window_bytes`: of the windows by which an update in place goes to the ranks."""
         self._directory = directory
+        self._window_bytes = window_bytes
         self._holder: HostHolder | None = None
         self._receiver: Receiver | None = None
         self._ranks = 0
@@ -72,7 +75,7 @@ class HostAgent:
         model = ModelDescription.from_wire(body["model"])
         context = replace(TransportContext.from_wire(body["places"]), rank_devices=model.devices)
         self._ranks, self._first = model.ranks, model.first
-        self._holder = HostHolder(self._directory, model)
+        self._holder = HostHolder(self._directory, model, self._window_bytes)
         transports = load_transports(context, model.devices[0])
         received = ReceivedBytes.shared(self._directory)
         self._receiver = Receiver(

@@ -11,7 +11,7 @@ from typing import Any
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.versions import TensorSpec
-from worker.receive.host_agent.windows import Windows
+from worker.receive.host_agent.windows import WINDOW_BYTES, Windows
 from worker.receive.rank_agents.agent_client import CANCEL_WAIT_S, AgentClient
 from worker.receive.rank_agents.model_description import ModelDescription, specs_from_wire
 from worker.receive.weight_holder import TensorStream
@@ -31,8 +31,9 @@ class HostStaged:
 class HostHolder:
     """A WeightHolder for the ranks of one engine, whose sockets are in `directory`."""
 
-    def __init__(self, directory: Path, model: ModelDescription) -> None:
+    def __init__(self, directory: Path, model: ModelDescription, window_bytes: int = WINDOW_BYTES) -> None:
         self._model = model
+        self._window_bytes = window_bytes
         self._ranks = AgentClient.of_ranks(directory, model.ranks, first=model.first)
         self._first = AgentClient.of_ranks(directory, 1, first=model.first)
         self.windows: Windows | None = None
@@ -58,7 +59,7 @@ class HostHolder:
 
     def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         """Passes the tensors to all ranks, which load them as they come. Returns when all of them have."""
-        windows = self.windows = Windows(self._model.ranks)
+        windows = self.windows = Windows(self._model.ranks, self._window_bytes)
         errors: list[PlaneError] = []
         failed = threading.Event()
 

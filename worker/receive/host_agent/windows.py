@@ -30,7 +30,8 @@ LOOK_S = 0.5
 class Windows:
     """One stream of tensors for several ranks. A thread puts tensors; each rank asks for windows in order."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, window_bytes: int = WINDOW_BYTES) -> None:
+        self._window_bytes = window_bytes
         self._filling: StagingArea | None = None
         self._windows: dict[int, StagingArea] = {}
         """The windows that some rank still needs, by number."""
@@ -48,7 +49,7 @@ class Windows:
         check()
         if self._filling is None or not self._filling.add(name, tensor.spec):
             self._pass_on(check)
-            self._filling = StagingArea(max(WINDOW_BYTES, room_bytes(tensor.spec)), shared=True)
+            self._filling = StagingArea(max(self._window_bytes, room_bytes(tensor.spec)), shared=True)
             self._filling.add(name, tensor.spec)
         self._filling.put(name, tensor)
         if self._ranks_wait():  # a slow source does not make them wait for a full window

@@ -31,15 +31,20 @@ POLL_S = 0.05
 class AgentClient:
     """Calls some agents of one engine. `ask` blocks, so it runs on a thread."""
 
-    def __init__(self, agents: Mapping[str, Path]) -> None:
-        """`agents`: the name of each agent in messages, and its socket."""
+    def __init__(self, agents: Mapping[str, Path], *, cancel_wait_s: float = CANCEL_WAIT_S) -> None:
+        """`agents`: the name of each agent in messages, and its socket. `cancel_wait_s`: the time that they may take to
+        end a cancelled call."""
         self._agents = dict(agents)
+        self._cancel_wait_s = cancel_wait_s
 
     @classmethod
-    def of_ranks(cls, directory: Path, ranks: int, *, first: int = 0) -> Self:
+    def of_ranks(
+        cls, directory: Path, ranks: int, *, first: int = 0, cancel_wait_s: float = CANCEL_WAIT_S
+    ) -> Self:
         """The agents of `ranks` ranks, from the rank `first` on."""
         numbers = range(first, first + ranks)
-        return cls({f"rank {rank}": socket_of(directory, rank) for rank in numbers})
+        agents = {f"rank {rank}": socket_of(directory, rank) for rank in numbers}
+        return cls(agents, cancel_wait_s=cancel_wait_s)
 
     @property
     def count(self) -> int:
@@ -56,7 +61,7 @@ class AgentClient:
     ) -> list[Any]:
         """Returns the answer of each agent, in order. If one raises, cancels the others, waits until all ended, and
         raises the first error. EngineFailed: an agent can't be reached."""
-        call = _Call(op, time.monotonic() + timeout_s)
+        call = _Call(op, time.monotonic() + timeout_s, self._cancel_wait_s)
         with contextlib.ExitStack() as stack:
             for name, path in self._agents.items():
                 try:
@@ -77,7 +82,7 @@ class AgentClient:
     def silent(self, within_s: float) -> list[str]:
         """Returns the agents that don't answer a ping within this time. It leaves out agents to which it can't
         connect."""
-        call = _Call("ping", time.monotonic() + within_s)
+        call = _Call("ping", time.monotonic() + within_s, self._cancel_wait_s)
         with contextlib.ExitStack() as stack:
             for name, path in self._agents.items():
                 with contextlib.suppress(OSError):
@@ -95,12 +100,13 @@ class AgentClient:
 class _Call:
     """One call, under way on several agents."""
 
-    def __init__(self, op: str, deadline: float) -> None:
+    def __init__(self, op: str, deadline: float, cancel_wait_s: float) -> None:
         self.waiting: dict[socket.socket, str] = {}
         self.values: dict[str, Any] = {}
         self.error: PlaneError | None = None
         self._op = op
         self._deadline = deadline
+        self._cancel_wait_s = cancel_wait_s
         self._ended = False
 
     def failed(self, error: PlaneError) -> None:
@@ -112,7 +118,7 @@ class _Call:
         if self._ended:
             return
         self._ended = True
-        self._deadline = min(self._deadline, time.monotonic() + CANCEL_WAIT_S)
+        self._deadline = min(self._deadline, time.monotonic() + self._cancel_wait_s)
         for connection in self.waiting:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
