@@ -73,7 +73,7 @@ TIMED = frozenset({"prepare", "receive", "gate", "commit", "roll", "leases", "op
 
 class Coordinator:
     """Carries out one command under the lock. `journal` gets its entry when work begins. `clock`: monotonic seconds.
-    `stop_s`: the longest wait in seconds for workers that receive and are told to stop."""
+    `stop_s`: the longest wait in seconds for receiving workers that the coordinator tells to stop."""
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ class NodeTimings:
     farewell_s: float = 2.0
     """The news of this node's end may take so long."""
     gone_s: float = 3.0
-    """A node is gone when nobody has listened to its subject for so long. After a restart of nats-server a node is back
+    """A node is gone when no process has listened to its subject for so long. After a restart of nats-server a node is back
     within a second."""
 
 
