@@ -85,8 +85,8 @@ class NodeTimings:
     farewell_s: float = 2.0
     """The news of this node's end may take so long."""
     gone_s: float = 3.0
-    """A node is gone when no process has listened to its subject for so long. After a restart of nats-server a node is back
-    within a second."""
+    """A node is gone when no process has listened to its subject for so long. After a restart of nats-server a node
+    listens again within a second."""
 
 
 NODE_TIMINGS = NodeTimings()
