@@ -26,6 +26,7 @@ from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.membership.core import PARSES_CALLS
 from rl_plane.protocol.subjects import Subjects, check_instance_id
+from rl_plane.protocol.transport_traits import known_transports
 from rl_plane.transports.http.allowed import Allowed
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
@@ -102,6 +103,7 @@ def check_options(options: WorkerOptions) -> None:
 def run(options: WorkerOptions, on_ready: Callable[[list[str]], None] | None = None) -> int:
     """Runs until SIGTERM, SIGINT or the engine's death. Returns the exit code. `on_ready` gets the instance ids."""
     check_options(options)
+    known_transports()  # imports what packages state of their transports, and would block the loop that serves NATS
     ready = on_ready or (lambda _: None)
     with contextlib.ExitStack() as sockets:
         # It comes first: an engine may take minutes to load, and then a port in use would be a late error.

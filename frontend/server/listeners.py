@@ -32,6 +32,8 @@ def bind(
     field: str, host: str, port: int, key: str | None, insecure: bool, keys_file: bool = False
 ) -> socket.socket:
     """Opens a listening socket. `field`: the option that names the port, for errors. `keys_file`: a file has keys."""
+    if not 0 <= port <= 65_535:  # the system would take another port for it
+        raise InvalidRequest(f"{field} is {port}", field=field, fix="use 1 to 65535, or 0 for a free one")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

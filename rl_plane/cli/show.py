@@ -147,6 +147,7 @@ def _starting(reply: Reply) -> list[str]:
     the others."""
     components: Mapping[str, Reply] = reply.get("components") or {"": reply}
     found = [one for head in components.values() for one in head.get("starting") or ()]
+    found.sort(key=lambda one: -one["elapsed_s"])
     lines = [one_line(starting_words(one)) for one in found[:SHOWN_STARTING]]
     if len(found) > SHOWN_STARTING:
         lines.append(f"{len(found) - SHOWN_STARTING} more workers start")

@@ -214,7 +214,7 @@ def _is_decided(state: CommandState, session: UpdateSession | None, base: Decisi
 
 
 def _expected(state: CommandState, session: UpdateSession | None) -> UpdateSession:
-    """Returns the prepared update, if the command names it."""
+    """Returns the prepared update, if the command names it or names none."""
     update_id = state.command.update_id
     if session is None or update_id not in ("", session.update_id):
         raise UpdateAborted(

@@ -46,6 +46,7 @@ from rl_plane.protocol.subjects import (
     Subjects,
     check_instance_id,
 )
+from rl_plane.protocol.transport_traits import known_transports
 from rl_plane.protocol.validation import MAX_TIMEOUT_S, parse_body
 from rl_plane.protocol.worker_ops import Op, not_a_member, op_named
 
@@ -112,6 +113,9 @@ class WorkerCalls:
         bus = await (connect_bus or Bus.connect)(nats_url, name, wait_s, credentials)
         client = cls(bus, namespace, component, lock_timings=lock_timings)
         try:
+            await asyncio.to_thread(
+                known_transports
+            )  # imports what packages state, and would block an update's loop
             await client._gather.start_listening()
             await client._start_view(subjects)
         except BaseException:

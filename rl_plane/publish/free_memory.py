@@ -8,7 +8,8 @@ from rl_plane._util.memory_room import CGROUPS, PROC, group_rooms, machine_room
 
 
 def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Free bytes; 0 if they can't be determined. The page cache counts as free, except what was read again lately."""
+    """Returns the free bytes of the machine or of this process's control groups, whichever is less. 0: the machine's
+    are not known. The page cache counts as free, except what was read again lately."""
     machine = machine_room(proc)
     if machine is None:
         return 0

@@ -411,7 +411,7 @@ def check_fits(holder: WeightHolder, delivery: Delivery, kind: Kind, cast: bool)
 
 
 def check_overwrite(holder: WeightHolder, delivery: Delivery, *, cast: bool, expected_digest: str | None) -> None:
-    """Checks that the delivery has the tensors that the model needs, and that it states the expected digest.
+    """Checks that the delivery has the tensors that the model needs, and states no other digest than the expected one.
     `overwrite` makes the same checks before it uses the engine."""
     tied = check_fits(holder, delivery, "base", cast)
     DigestingStream(delivery, tied=tied, expected_digest=expected_digest).check_stated()

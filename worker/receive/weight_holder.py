@@ -39,9 +39,12 @@ class WeightHolder(Protocol):
 
     @abstractmethod
     def stage(self, tensors: TensorStream, cancelled: Cancelled) -> Staged:
-        """Prepares the swap while generation continues, and reads the stream to its end. The receiver has checked that
-        all tensors come, and their names, shapes and dtypes. If the update allows a cast, a dtype may differ from the
-        one in `weight_spec`. Raises EngineFailed when `cancelled()`.
+        """Prepares the swap while generation continues, and reads the stream to its end. Raises EngineFailed when
+        `cancelled()`.
+
+        The receiver checks the name, the shape and the dtype of each tensor before the stream yields it. If the update
+        allows a cast, a dtype may differ from the one in `weight_spec`. The stream raises at its end if a tensor is
+        missing, or if the digest is wrong.
 
         Each tensor lies in the staging area, and stays there for as long as the holder refers to its `data`: no copy is
         needed. A delta may change the bytes after the swap."""

@@ -183,7 +183,7 @@ class WeightUpdates:
         if backend in self._info.transports:
             return
         self._info.require(f"transport:{backend}", "transport.backend")
-        here = f"this worker has {', '.join(self._info.transports)}"
+        here = f"use a transport that this worker has: {', '.join(self._info.transports)}"
         traits = known_transports().get(backend)
         if traits is None:
             raise InvalidRequest(f"unknown transport {backend!r}", field="transport.backend", fix=here)

@@ -164,8 +164,8 @@ def test_frames_are_bounded(serve: Serve, directory: Path) -> None:
 def test_a_child_dies_with_its_parent() -> None:
     """The parent is killed with SIGKILL."""
     child = (
-        "from worker.receive.rank_agents.agent_server import die_with_parent; "
-        "die_with_parent(); print('up', flush=True); input()"
+        "import time; from rl_plane._util.processes import die_with_parent; "
+        "die_with_parent()(); print('up', flush=True); time.sleep(60)"
     )
     parent = (
         "import subprocess, sys; "

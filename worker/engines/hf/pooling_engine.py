@@ -40,7 +40,7 @@ from worker.receive.weight_receiver import Receiver, load_transports
 T = TypeVar("T")
 MAX_BATCH = 64
 """Inputs of one forward. More would only delay the first of them."""
-NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
+NO_SLEEP = "the hf engine has no sleep mode: its memory stays where it is"
 
 
 class PoolingArguments(Body):
