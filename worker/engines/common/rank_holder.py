@@ -20,7 +20,6 @@ from rl_plane.protocol.versions import TensorSpec
 from worker.engines.capabilities import CheckScope
 from worker.engines.common.adapter_patterns import check_patterns_end
 from worker.engines.common.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
-from worker.engines.common.even_ranks import with_even_ranks
 from worker.engines.common.lora import LoraConfig, lora_spec, parse_lora, target_modules
 from worker.engines.common.torch_weights import NAME_OF_DTYPE, await_copies, host_copies
 from worker.engines.common.weight_checks import TensorChecks
@@ -66,7 +65,7 @@ class RankHolder(ABC):
 
     @abstractmethod
     def _make_adapter(self, lora: LoraConfig, modules: list[str], tensors: dict[str, torch.Tensor]) -> Staged:
-        """Makes what the engine needs of an adapter, which has one rank and one scaling."""
+        """Makes what the engine needs of an adapter. Its modules may differ in rank and scaling, see `with_even_ranks`."""
 
     @abstractmethod
     def _max_rank(self) -> int:
@@ -162,9 +161,7 @@ class RankHolder(ABC):
     def stage_adapter(self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Cancelled) -> Staged:
         """`config`: the adapter's PEFT config."""
         lora, modules, spec = self._adapter(config)
-        copies = dict(host_copies(tensors, spec, frozenset(), cancelled))
-        even, copies = with_even_ranks(lora, modules, copies)
-        return self._make_adapter(even, modules, copies)
+        return self._make_adapter(lora, modules, dict(host_copies(tensors, spec, frozenset(), cancelled)))
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         return self._adapter(config)[2]

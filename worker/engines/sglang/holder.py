@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
+from worker.engines.common.even_ranks import with_even_ranks
 from worker.engines.common.lora import SWITCH_ON, LoraConfig, lora_spec
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import DTYPE_OF_NAME
@@ -49,6 +50,7 @@ class SglangHolder(RankHolder):
     def _make_adapter(
         self, lora: LoraConfig, modules: list[str], tensors: dict[str, torch.Tensor]
     ) -> SglangStagedAdapter:
+        lora, tensors = with_even_ranks(lora, modules, tensors)
         return SglangStagedAdapter(lora, self._nothing_beside(lora, modules) | tensors)
 
     def _nothing_beside(self, lora: LoraConfig, modules: list[str]) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
+from worker.engines.common.even_ranks import with_even_ranks
 from worker.engines.common.lora import SWITCH_ON, LoraConfig
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import DTYPE_OF_NAME
@@ -82,6 +83,7 @@ class VllmHolder(RankHolder):
     ) -> VllmStagedAdapter:
         if not self._writes:
             return VllmStagedAdapter(None)  # all ranks of a host read the same files
+        lora, tensors = with_even_ranks(lora, modules, tensors)
         self._staged_adapters += 1
         path = self._directory / f"staged-adapter-{self._staged_adapters}"
         staged = VllmStagedAdapter(path)
