@@ -65,7 +65,7 @@ class RankHolder(ABC):
 
     @abstractmethod
     def _make_adapter(self, lora: LoraConfig, modules: list[str], tensors: dict[str, torch.Tensor]) -> Staged:
-        """Makes what the engine needs of an adapter. Its modules may differ in rank and scaling, see `with_even_ranks`."""
+        """Makes what the engine needs of an adapter. Its modules may differ in rank and scaling."""
 
     @abstractmethod
     def _max_rank(self) -> int:
