@@ -13,28 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from starlette.applications import Starlette
-
-from frontend.completions.completion_routes import add_generation_routes
-from frontend.completions.component_chooser import ComponentChooser
-from frontend.completions.openai_replies import openai_error
-from frontend.dashboard import add_dashboard
-from frontend.dialects import mount_dialects
-from frontend.dialects.common.context import DialectCalls, DialectContext
-from frontend.dialects.common.dynamo_discovery import with_discovery
-from frontend.dialects.common.fleet_as_one import dialect_error
-from frontend.facade.events import FleetEvents
-from frontend.facade.facade_routes import add_facade_routes, add_own_routes
-from frontend.frontend_limits import FrontendLimits
-from frontend.metrics.frontend_metrics import FrontendFacts, FrontendMetrics
-from frontend.pooling.pooling_routes import add_pooling_routes
-from frontend.records.record_writer import RecordWriter
-from frontend.served_component import ServedComponent, start_all, stop_all
-from frontend.server.api import Api
-from frontend.server.listener_keys import KeyFile, Keys
-from frontend.server.listeners import Certificate, Server, bind, url_of
-from frontend.server.options import FrontendOptions
-from frontend.server.shared_routes import SharedRoutes
+from rl_plane._util.extras import import_error
 from rl_plane._util.processes import exit_within
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import SERVICE_CONNECT_S
@@ -45,6 +24,32 @@ from rl_plane.membership.view import MembershipView
 from rl_plane.membership.worker_calls import BusConnector
 from rl_plane.protocol.fleet_reply_types import LeftWorker, StartingWorker
 from rl_plane.protocol.http_keys import Caller, Role
+
+try:
+    from starlette.applications import Starlette
+
+    from frontend.completions.completion_routes import add_generation_routes
+    from frontend.completions.component_chooser import ComponentChooser
+    from frontend.completions.openai_replies import openai_error
+    from frontend.dashboard import add_dashboard
+    from frontend.dialects import mount_dialects
+    from frontend.dialects.common.context import DialectCalls, DialectContext
+    from frontend.dialects.common.dynamo_discovery import with_discovery
+    from frontend.dialects.common.fleet_as_one import dialect_error
+    from frontend.facade.events import FleetEvents
+    from frontend.facade.facade_routes import add_facade_routes, add_own_routes
+    from frontend.frontend_limits import FrontendLimits
+    from frontend.metrics.frontend_metrics import FrontendFacts, FrontendMetrics
+    from frontend.pooling.pooling_routes import add_pooling_routes
+    from frontend.records.record_writer import RecordWriter
+    from frontend.served_component import ServedComponent, start_all, stop_all
+    from frontend.server.api import Api
+    from frontend.server.listener_keys import KeyFile, Keys
+    from frontend.server.listeners import Certificate, Server, bind, url_of
+    from frontend.server.options import FrontendOptions
+    from frontend.server.shared_routes import SharedRoutes
+except ModuleNotFoundError as error:
+    raise import_error(error, "frontend.main", "frontend") from None
 
 log = logging.getLogger("frontend")
 

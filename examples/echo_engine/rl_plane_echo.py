@@ -18,7 +18,7 @@ from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.weights.checkpoint import open_checkpoint
-from worker.engines.base import EngineInfo, EngineOptions, PauseMode
+from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.common.request_gate import RequestGate
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.token_checks import check_adapter, check_tokens, refuse_lacking
@@ -65,7 +65,7 @@ class EchoWeights(WeightHolder):
         self.load(self.stage(tensors, cancelled), None)
 
 
-class EchoEngine(WeightsInProcess):
+class EchoEngine(WeightsInProcess, EngineAdapter):
     def __init__(self, options: EngineOptions) -> None:
         for key in options.extra:
             raise InvalidRequest(f"unknown argument {key}", field=f"engine_arg.{key}", fix="leave it out")

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from blake3 import blake3
-from xxhash import xxh3_128, xxh3_128_hexdigest
+from rl_plane._util.extras import import_error
+
+try:
+    from blake3 import blake3
+    from xxhash import xxh3_128, xxh3_128_hexdigest
+except ModuleNotFoundError as error:
+    raise import_error(error, "rl_plane.protocol.hashers", "worker") from None
 
 Algorithm = Literal["xxh3", "blake3"]
 """Names an algorithm, as `versions.DigestAlgorithm` does, whose import here would be a circle."""

@@ -10,7 +10,7 @@ from rl_plane.protocol.update_requests import BaseTarget, LoraTarget, ReceiveReq
 
 
 class NamedRequest(NamedTuple):
-    """The first two arguments of `EngineAdapter.open`."""
+    """The first two arguments of `ReceivesWeights.open`."""
 
     staging: str
     request: ReceiveRequest

@@ -1,7 +1,7 @@
 """The contract between the worker and its engine: `EngineAdapter`, and what it says of itself.
 
-To write an engine, read docs/engine-of-your-own.md: subclass `WeightsInProcess` or `WeightsInRanks`, which implement
-the receiving of weights, and the protocols of `worker.engines.capabilities` that the engine can do.
+To write an engine, read docs/engine-of-your-own.md: subclass `EngineAdapter`, one of the mixins `WeightsInProcess` and
+`WeightsInRanks`, and the protocols of `worker.engines.capabilities` that the engine can do.
 
 Threads: every coroutine runs on one event loop, the engine loop. It is not the loop that serves NATS. A method that
 blocks for more than a few milliseconds moves that work to a thread of its own. The docstrings name the methods that the
@@ -20,24 +20,22 @@ Errors: a method raises a `PlaneError`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rl_plane._util.tasks import Cancelled
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.pooling import Task
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
-from rl_plane.protocol.versions import TensorSpec, WeightVersion
+from rl_plane.protocol.versions import WeightVersion
 from rl_plane.transports.base import TransportContext
-from worker.receive.received_bytes import ByteCount
+from worker.engines.receives_weights import ReceivesWeights
 
 if TYPE_CHECKING:  # it needs NATS, which an engine's processes do without
     from worker.nodes.node_link import NodeLink
@@ -215,8 +213,13 @@ class AdapterLost(EngineFailed):
         return cls(f"{error}; the adapter {name} could not be put back: {undoing.message}", **undoing.facts)
 
 
-class EngineAdapter(ABC):
+class EngineAdapter(ReceivesWeights):
     """The worker's handle of one engine.
+
+    This class declares what the engine itself does. The methods that receive weights come from a mixin, which an engine
+    names beside this class: `WeightsInProcess` for a model in the worker's process, `WeightsInRanks` for ranks that are
+    processes of their own. Python can't instantiate an engine that has neither, because the methods of
+    `ReceivesWeights` are abstract.
 
     Life: `build(options)` makes the adapter and starts nothing. It refuses what the options alone show to be wrong.
     Then the worker looks for the other hosts of an engine. `start` builds the engine. `close` ends it.
@@ -304,73 +307,6 @@ class EngineAdapter(ABC):
     def set_version(self, version: WeightVersion) -> None:
         """Labels the base weights that the engine holds already: after `start`, or when equal bytes get another
         label."""
-
-    # Receiving weights: `WeightsInProcess` and `WeightsInRanks` implement all of it. Received weights are staged in
-    # host memory beside the model, in every rank, under the name `staging`, which is never used twice.
-
-    @abstractmethod
-    def weight_spec(self) -> Mapping[str, TensorSpec]:
-        """Every tensor that a full checkpoint must hold, by its checkpoint name."""
-
-    @abstractmethod
-    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
-        """Opens the delivery in every rank and checks everything that needs none of its bytes. Touches nothing.
-
-        `staging`: a name that was not used before. `limits`: what a `canary.json` has to fit. Raises InvalidRequest or
-        InvalidWeights. Blocks; the worker calls it on a thread."""
-
-    @abstractmethod
-    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        """Receives what `open` opened under this name, complete and verified, while generation continues.
-
-        Ends early with an EngineFailed when `cancelled()` is true. Raises InvalidWeights for weights that don't fit.
-        When it raises, nothing stays staged or open. An engine with rank processes reports what each staged as `ranks`.
-        Blocks; the worker calls it on a thread.
-
-        With `in_place` the tensors overwrite the served weights as they arrive. The engine is paused. When this raises,
-        its weights are of no version; when it returns, `set_version` follows."""
-
-    @abstractmethod
-    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        """Announces tensors that a running `receive` gets now, as `ReceivePart` describes them. Returns when every rank
-        has staged them: how many tensors are still missing. When it raises, that `receive` ends too. Blocks; the worker
-        calls it on a thread."""
-
-    def received(self) -> ByteCount | None:
-        """The bytes that have come of the update that is being received. Never blocks; the worker calls it on its loop.
-        None: the engine does not count them."""
-        return None
-
-    @abstractmethod
-    def cached_digest(self) -> str | None:
-        """The digest of the version of which every rank keeps a copy in host memory (`ReceiveRequest.keeps_copy`). None
-        if there is none, or if ranks differ. Blocks; the worker calls it on a thread."""
-
-    @abstractmethod
-    async def discard(self, staging: str) -> None:
-        """Frees what is opened or staged under this name. A name that is not in use is no error."""
-
-    @abstractmethod
-    def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
-        """Offers the kept copy of the base weights, and the copies of the adapters with these digests, to other
-        workers. Returns where they fetch each, `{digest, transport}`. Drops the copies of other adapters. Blocks; the
-        worker calls it on a thread."""
-
-    def relay_addresses(self) -> list[tuple[str, int]]:
-        """The address and port at which peers fetch an update while this worker receives it, for each host of the
-        engine, by node rank. It listens from now on. Empty: no transport of this engine serves peers. Blocks; the
-        worker calls it on a thread."""
-        return []
-
-    @abstractmethod
-    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Sets a transport up in every rank. Returns a row per rank, `{rank, …}`. Blocks; the worker calls it on a
-        thread."""
-
-    @abstractmethod
-    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
-        """Takes a transport down in every rank; with `group`, only that group of it. Returns a row per rank. Blocks;
-        the worker calls it on a thread."""
 
 
 EngineFactory = Callable[[EngineOptions], EngineAdapter]

@@ -30,7 +30,7 @@ TRIED = 3
 
 
 class _OfferedWeights(BaseModel):
-    """The weights with this digest, and the transport that fetches them (`EngineAdapter.offer`)."""
+    """The weights with this digest, and the transport that fetches them (`ReceivesWeights.offer`)."""
 
     digest: str
     transport: Transport

@@ -19,28 +19,33 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
-
+from rl_plane._util.extras import import_error
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan
 from rl_plane.protocol.structured_output import StructuredOutput
 from rl_plane.protocol.update_requests import BaseTarget, LoraTarget, ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
-from worker.engines.base import EngineAdapter, EngineFactory, EngineInfo, EngineOptions, PauseMode
-from worker.engines.capabilities import (
-    OPS,
-    CanCheckWeights,
-    CanLoadAdapters,
-    CanReleaseMemory,
-    CanScore,
-    CanTokenize,
-    CheckScope,
-    require,
-    with_missing,
-)
-from worker.engines.common.scoring import LOGPROB_FLOOR
-from worker.receive.staging import model_digest
+
+try:
+    import psutil
+
+    from worker.engines.base import EngineAdapter, EngineFactory, EngineInfo, EngineOptions, PauseMode
+    from worker.engines.capabilities import (
+        OPS,
+        CanCheckWeights,
+        CanLoadAdapters,
+        CanReleaseMemory,
+        CanScore,
+        CanTokenize,
+        CheckScope,
+        require,
+        with_missing,
+    )
+    from worker.engines.common.scoring import LOGPROB_FLOOR
+    from worker.receive.staging import model_digest
+except ModuleNotFoundError as error:
+    raise import_error(error, "worker.testing.engine_contract", "hf") from None
 
 BOUND_S = 120.0
 """The longest wait of a check: more than any step of a small model takes on a busy machine."""

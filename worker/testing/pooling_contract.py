@@ -12,22 +12,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_plane._util.extras import import_error
 from rl_plane.errors import EngineFailed, InvalidRequest, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.pooling import TASKS, Pooling, task_field, unpacked
-from worker.engines.base import EngineFactory, EngineOptions
-from worker.engines.capabilities import CanPool, require
-from worker.testing.engine_contract import (
-    BOUND_S,
-    Check,
-    EngineUnderTest,
-    bounded,
-    checksum,
-    describes_itself,
-    idle,
-    refused,
-    run_checks,
-)
+
+try:
+    from worker.engines.base import EngineFactory, EngineOptions
+    from worker.engines.capabilities import CanPool, require
+    from worker.testing.engine_contract import (
+        BOUND_S,
+        Check,
+        EngineUnderTest,
+        bounded,
+        checksum,
+        describes_itself,
+        idle,
+        refused,
+        run_checks,
+    )
+except ModuleNotFoundError as error:
+    raise import_error(error, "worker.testing.pooling_contract", "hf") from None
 
 NEAR = 1e-5
 """The largest difference between two computations of one input."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import re
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,10 +15,14 @@ import pytest
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.paths import ROOT
+from worker.engines import capabilities
 from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions, PauseMode
 from worker.engines.capabilities import OPS
+from worker.engines.common.weights_in_process import WeightsInProcess
+from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.engines.fake.adapter import FakeEngine, make_fake_adapter, make_fake_model
 from worker.engines.fake.adapter import build as build_fake
+from worker.engines.receives_weights import ReceivesWeights
 from worker.testing.engine_contract import (
     CHECKS,
     Check,
@@ -34,10 +40,45 @@ from worker.testing.engine_contract import (
     tells_its_capabilities_honestly,
 )
 
+PAGE = (ROOT / "docs" / "engine-of-your-own.md").read_text()
+
+
+def table_under(header: str) -> str:
+    """The first cells of the page's table with this header."""
+    rows = PAGE.split(header)[1].split("\n\n")[0].splitlines()[2:]
+    return " ".join(row.split("|")[1] for row in rows)
+
 
 def test_the_page_on_engines_names_each_capability() -> None:
-    page = (ROOT / "docs" / "engine-of-your-own.md").read_text()
-    assert [one.__name__ for one in OPS if f"| `{one.__name__}` |" not in page] == []
+    protocols = {
+        name for name, one in vars(capabilities).items() if name.startswith("Can") and inspect.isclass(one)
+    }
+    assert protocols > {one.__name__ for one in OPS}
+    assert set(re.findall(r"`(\w+)`", table_under("| protocol | ops |"))) == protocols
+
+
+def test_the_page_on_engines_names_each_method_that_an_engine_implements() -> None:
+    class InProcess(WeightsInProcess, EngineAdapter):
+        pass
+
+    class InRanks(WeightsInRanks, EngineAdapter):
+        pass
+
+    methods = set(re.findall(r"`(\w+)`", table_under("| method | does |")))
+    assert methods == InProcess.__abstractmethods__
+    assert "eleven" in PAGE
+    assert len(methods) == 11
+    members = set(re.findall(r"`(\w+)`", table_under("| member | is |")))
+    assert members == InRanks.__abstractmethods__ - InProcess.__abstractmethods__
+
+
+def test_an_engine_without_a_mixin_can_not_be_made() -> None:
+    own = vars(EngineAdapter).keys() & EngineAdapter.__abstractmethods__
+    assert own.isdisjoint(ReceivesWeights.__abstractmethods__)
+    incomplete = type("Incomplete", (EngineAdapter,), dict.fromkeys(own))
+    with pytest.raises(TypeError) as error:
+        incomplete()
+    assert all(name in str(error.value) for name in ReceivesWeights.__abstractmethods__)
 
 
 def build_echo(options: EngineOptions) -> EngineAdapter:

@@ -100,6 +100,36 @@ def test_a_publisher_without_its_extra_names_the_extra(statement: str) -> None:
     assert "During handling" not in done.stderr
 
 
+HASHERS = "rl_plane.protocol.hashers"
+SUITE, POOLING_SUITE = "worker.testing.engine_contract", "worker.testing.pooling_contract"
+
+
+@pytest.mark.parametrize(
+    ("imported", "lacking", "needs", "extra"),
+    [
+        ("rl_plane.transports.testing", "blake3", HASHERS, "worker"),
+        ("rl_plane.transports.testing", "xxhash", HASHERS, "worker"),
+        ("worker.engines.base", "blake3", HASHERS, "worker"),
+        (SUITE, "blake3", SUITE, "hf"),
+        (SUITE, "psutil", SUITE, "hf"),
+        (POOLING_SUITE, "blake3", POOLING_SUITE, "hf"),
+        (POOLING_SUITE, "psutil", POOLING_SUITE, "hf"),
+        ("frontend.main", "starlette", "frontend.main", "frontend"),
+        ("frontend.main", "uvicorn", "frontend.main", "frontend"),
+        ("frontend.main", "orjson", "frontend.main", "frontend"),
+    ],
+)
+def test_an_import_without_its_extra_names_the_extra(imported: str, lacking: str, needs: str, extra: str) -> None:
+    code = f"import sys; sys.modules['{lacking}'] = None\nimport {imported}"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == (
+        f"ModuleNotFoundError: {needs}: the Python module {lacking} is not installed; "
+        f"fix: pip install 'rl-plane[{extra}]'"
+    )
+    assert "During handling" not in done.stderr
+
+
 def test_what_has_the_model_does_without_nats(tmp_path: Path) -> None:
     """An engine, its transports and the agents in its processes; what speaks NATS says what it lacks."""
     path = without_nats(tmp_path)

@@ -10,12 +10,12 @@ from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from worker.engines.base import EngineAdapter
+from worker.engines.receives_weights import ReceivesWeights
 from worker.receive.received_bytes import ByteCount
 from worker.receive.weight_receiver import Receiver
 
 
-class WeightsInProcess(EngineAdapter):
+class WeightsInProcess(ReceivesWeights):
     """Set `receiver = Receiver(holder, load_transports(options.places))` in `start`, with a `WeightHolder` of yours,
     and `receiver = None` in `close`. `swap` takes the staged weights by `self.receiver.take(staging)`."""
 

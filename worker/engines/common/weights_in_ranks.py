@@ -13,14 +13,14 @@ from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import PlaneError
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from worker.engines.base import EngineAdapter
+from worker.engines.receives_weights import ReceivesWeights
 from worker.receive.host_agent.host_agent_client import HostAgentClient
 from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Ranks
 from worker.receive.received_bytes import ByteCount
 
 
-class WeightsInRanks(EngineAdapter):
+class WeightsInRanks(ReceivesWeights):
     """Call `super().__init__()`, and set `engine_loop` in `start`."""
 
     engine_loop: asyncio.AbstractEventLoop
