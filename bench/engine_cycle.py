@@ -116,7 +116,7 @@ async def cycle(device: str, models: dict[int, Path], rounds: int) -> tuple[Time
 
     try:
         if "filesystem" not in info.transports:
-            raise SystemExit("rl_plane is not installed, only unpacked: docs/benchmarks.md says how, offline too")
+            raise SystemExit("rl_plane is not installed, only unpacked: bench/README.md says how, offline too")
         engine.set_version(version(SEEDS[0], "own"))
         reader = Reader(engine)
         reading = asyncio.create_task(reader.read(info.max_model_len - 1))

@@ -17,10 +17,18 @@ TARGET = Path(__file__).with_name("reference.md")
 
 HEAD = """# Reference
 
-<!-- Made by docs/generate_reference.py from rl_plane/protocol/fleet_ops.py, rl_plane/protocol/worker_ops.py and
-rl_plane/errors.py. -->
+<!-- Made by docs/generate_reference.py. -->
 
 This page lists every op of a fleet and of a worker with its fields, and every error.
+
+| what | where the code defines it |
+|---|---|
+| a fleet's op | [rl_plane/protocol/fleet_ops.py](../rl_plane/protocol/fleet_ops.py) |
+| a worker's op | [rl_plane/protocol/worker_ops.py](../rl_plane/protocol/worker_ops.py) |
+| an error | [rl_plane/errors.py](../rl_plane/errors.py) |
+
+[worker/README.md](../worker/README.md#one-plain-op) follows one op through the code.
+[frontend/README.md](../frontend/README.md#where-to-add-something) lists what a new op needs.
 
 ## The fleet's ops
 

@@ -22,6 +22,7 @@ from rl_plane.bus.state_store import read_disabled, read_memory, read_pause
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.canary import engine_kind
 from rl_plane.protocol.subjects import Subjects
+from rl_plane.protocol.transport_traits import directory_transport
 from rl_plane.protocol.update_requests import PreparedReply, Transport
 from rl_plane.protocol.worker_ops import EngineLoadReply
 from worker import exit_codes
@@ -93,7 +94,7 @@ class Worker:
         self._on_end = on_end
         self._watch = EngineWatch(engine_hang_s)
         peers = Peers(bus, subjects, adapter, info.transports, member_info["host"], self._loaded_adapters)
-        model = Transport.model_validate({"backend": "filesystem", "path": member_info["model_path"]})
+        model = Transport.model_validate(directory_transport(member_info["model_path"]))
         self.updates = WeightUpdates(adapter, info, engine, self._staged_changed, peers.offer)
         self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses, self.core.numerics)
         self._changes = EngineChanges(self.core, adapter, engine, self._watch, self.updates, self._tell)

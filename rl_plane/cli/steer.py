@@ -26,6 +26,7 @@ from rl_plane.fleet.http_client import call_facade
 from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NATS_URL
+from rl_plane.protocol.transport_traits import directory_transport
 from rl_plane.protocol.update_requests import UpdatePolicy
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ def _transport(path: str | None, source: Path | None) -> dict[str, Any]:
         return {"backend": "http", **fields}
     assert path is not None
     if not path.startswith(("http://", "https://")):
-        return {"backend": "filesystem", "path": os.path.abspath(os.path.expanduser(path))}
+        return directory_transport(os.path.abspath(os.path.expanduser(path)))
     if "?" in path or "@" in path.split("/", 3)[2]:
         raise BadSetting(
             "the URL has a query or a password, which every user of this machine can read in the list of processes",

@@ -9,6 +9,7 @@ from rl_plane.commit.history import UpdateEntry
 from rl_plane.errors import Conflict, NotFound
 from rl_plane.membership.core import Member
 from rl_plane.protocol.record import VersionSource
+from rl_plane.protocol.transport_traits import directory_transport
 from rl_plane.protocol.versions import WeightVersion
 
 SHOWN_VERSIONS = 20
@@ -93,4 +94,4 @@ def source_of(entry: UpdateEntry, members: Iterable[Member]) -> dict[str, Any]:
             fix="update by transport, from a directory that all workers can read",
             paths=paths[:SHOWN_VERSIONS],
         )
-    return {"backend": "filesystem", "path": paths[0]}
+    return directory_transport(paths[0])

@@ -32,6 +32,7 @@ from rl_plane.membership.core import Snapshot
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol import fleet_ops, update_requests
 from rl_plane.protocol.record import UpdateSession, VersionSource, first_record
+from rl_plane.protocol.transport_traits import directory_transport
 from rl_plane.protocol.validation import Empty, same_values
 from rl_plane.protocol.versions import WeightVersion
 
@@ -383,9 +384,7 @@ class FleetUpdates:
                 op = entry.target.get("op", op)  # a repeated call means what the first one meant
         body = update_requests.UpdateCall(
             target=update_requests.LoraTarget(kind="lora", op=op, name=name),
-            transport=update_requests.Transport.model_validate(
-                {"backend": "filesystem", "path": call.body.lora_path}
-            ),
+            transport=update_requests.Transport.model_validate(directory_transport(call.body.lora_path)),
             cast=call.body.cast,
         )
         return await self.update(call.with_body(body))

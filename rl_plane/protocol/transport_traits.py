@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from rl_plane._util.plugins import TRANSPORT_TRAITS, plugins
 
@@ -95,3 +96,8 @@ def known_transports() -> Mapping[str, TransportTraits]:
 def traits_of(backend: str) -> TransportTraits:
     """Returns the traits of a transport, or the defaults if none are stated for it."""
     return known_transports().get(backend, TransportTraits())
+
+
+def directory_transport(path: str) -> dict[str, Any]:
+    """Returns the `transport` by which workers read a model or an adapter from a directory or a file."""
+    return {"backend": "filesystem", "path": path}

@@ -203,7 +203,7 @@ def test_an_engines_cycle_says_what_a_tree_lacks_that_is_not_installed() -> None
     )
     done = python("-c", hidden, *TINY)
     assert done.returncode == 1
-    assert done.stderr.endswith("docs/benchmarks.md says how, offline too\n")
+    assert done.stderr.endswith("bench/README.md says how, offline too\n")
 
 
 @pytest.mark.bench

@@ -23,6 +23,7 @@ from rl_plane._util.extras import import_error
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan
 from rl_plane.protocol.structured_output import StructuredOutput
+from rl_plane.protocol.transport_traits import directory_transport
 from rl_plane.protocol.update_requests import BaseTarget, LoraTarget, ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
@@ -176,7 +177,7 @@ class EngineUnderTest:
         return ReceiveRequest(
             update_id=f"contract-{next(self._names)}",
             target=BaseTarget() if adapter is None else LoraTarget(kind="lora", op="load", name=adapter),
-            transport=Transport.model_validate({"backend": "filesystem", "path": str(model.absolute())}),
+            transport=Transport.model_validate(directory_transport(str(model.absolute()))),
             label=model.name,
             staging="none" if in_place else "host",
         )

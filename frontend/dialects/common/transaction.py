@@ -27,6 +27,7 @@ from frontend.server.shared_routes import DialectRequest, report
 from rl_plane.commit.history import read_entry
 from rl_plane.errors import BusUnreachable, Conflict, Locked
 from rl_plane.protocol.envelope import engine_replies
+from rl_plane.protocol.transport_traits import directory_transport
 from rl_plane.protocol.vllm_bodies import (
     IPC,
     IPC_INIT,
@@ -191,7 +192,7 @@ class Transactions:
                 fix="start_weight_update, one directory, finish_weight_update",
             )
         current.failed = True  # until the weights are staged
-        await self._prepare(current, {"backend": "filesystem", "path": path})
+        await self._prepare(current, directory_transport(path))
         current.failed = False
 
     async def finish(self, label: str | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from frontend.dialects.sglang.sglang_session import BucketFields, DistributedFie
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes, report_given
 from rl_plane.errors import Conflict, Unsupported
+from rl_plane.protocol.transport_traits import directory_transport
 
 LORA_ROUTES = ("update_weights_lora", "set_update_weight_meta_lora", "update_weights_lora_xccl")
 
@@ -61,7 +62,7 @@ def mount_areal_vllm(routes: SharedRoutes, context: DialectContext, updates: Upd
         report_given(request.path, fields, load_format="weights are safetensors")
         # AReaL's server ends the running requests, whatever the field says.
         body = {
-            "transport": {"backend": "filesystem", "path": fields.model_path},
+            "transport": directory_transport(fields.model_path),
             "policy": {"pause_mode": "abort"},
         }
         with begun():

@@ -27,6 +27,7 @@ from frontend.server.shared_routes import (
     report_given,
 )
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
+from rl_plane.protocol.transport_traits import directory_transport
 from rl_plane.protocol.update_requests import MAX_STEP
 from rl_plane.protocol.validation import Label
 
@@ -208,7 +209,7 @@ async def _from_disk(context: DialectContext, request: ParsedRequest[DiskFields]
     rows = (await context.calls.run("state", {}))["workers"]
     running = sum(int(row.get("running", 0)) + int(row.get("waiting", 0)) for row in rows)
     body = {
-        "transport": {"backend": "filesystem", "path": fields.model_path},
+        "transport": directory_transport(fields.model_path),
         "policy": {**fields.policy, "keep_pause": fields.keep_pause},
         "version": label,
         "step": fields.token_step or None,
