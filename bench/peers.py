@@ -149,8 +149,8 @@ def workers(
 ) -> None:
     """The real thing: worker processes as `rl-plane worker --engine fake --copies N` makes them. `verify` False: no
     tensor that arrives is hashed. `nodes`: the NodeSettings of one node of an engine over several hosts."""
-    import rl_plane.transports.ipc.in_place
     import rl_plane.transports.nixl.pull
+    import rl_plane.transports.trainer_memory
     import rl_plane.weights.checkpoint
     import worker.receive.staging
     from worker.nodes.node_settings import NodeSettings
@@ -161,7 +161,7 @@ def workers(
         worker.receive.staging.tensor_digest = unhashed  # type: ignore[attr-defined]
         worker.receive.staging.copy_hashed = copied_unhashed  # type: ignore[attr-defined]
         rl_plane.weights.checkpoint._read_hashed = _read_unhashed
-        for module in (rl_plane.transports.ipc.in_place, rl_plane.transports.nixl.pull):
+        for module in (rl_plane.transports.nixl.pull, rl_plane.transports.trainer_memory):
             module.read_hashed = filled_unhashed  # type: ignore[attr-defined]
     run(
         WorkerOptions(

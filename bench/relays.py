@@ -19,8 +19,8 @@ from typing import Any
 from bench.hosts import Host, NoLab, lab
 from bench.report import Row, ratio_table
 from rl_plane._util.processes import die_with_parent
+from rl_plane.commit.relay_plan import plan_relay
 from rl_plane.protocol.relay import RelayAddress, RelayPlan
-from rl_plane.transports.relay.plan import plan_relay
 
 TENSOR_BYTES = 1 << 20
 SLOW = 10

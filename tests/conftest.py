@@ -31,7 +31,8 @@ from rl_plane.client import RlClient
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.worker_calls import BusConnector
 from rl_plane.transports.base import TransportContext
-from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
+from rl_plane.transports.checkpoint_delivery import CheckpointDelivery
+from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.weights.checkpoint import Kind
 from tests.support.range_server import RangeServer
 from tests.support.zygote import fork_module, start_zygote
@@ -352,7 +353,7 @@ def root(tmp_path: Path) -> Path:
 class OneByOne(FilesystemTransport):
     """Reads each tensor in a run of its own."""
 
-    def open(self, request: Mapping[str, Any], kind: Kind) -> FilesystemDelivery:
+    def open(self, request: Mapping[str, Any], kind: Kind) -> CheckpointDelivery:
         delivery = super().open(request, kind)
         delivery.checkpoint.run_bytes = 1
         return delivery

@@ -27,7 +27,7 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.membership.core import PARSES_CALLS
 from rl_plane.protocol.subjects import Subjects, check_instance_id
 from rl_plane.protocol.transport_traits import known_transports
-from rl_plane.transports.http.allowed import Allowed
+from rl_plane.weights.allowed_urls import Allowed
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.engines.capabilities import CanPool, with_missing

@@ -15,7 +15,7 @@ import click
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.subjects import check_instance_id, check_name
 from rl_plane.protocol.validation import LABEL_CHARS, MAX_TIMEOUT_S
-from rl_plane.transports.http.allowed import UrlPrefix
+from rl_plane.weights.allowed_urls import UrlPrefix
 
 
 class Text(click.ParamType[Any]):

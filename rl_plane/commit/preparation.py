@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_plane.commit.canary_steps import canary_of, limits_of
 from rl_plane.commit.command_state import CommandState, naming_workers
+from rl_plane.commit.relay_plan import plan_relay
 from rl_plane.commit.rules import evaluate_prepare, is_lost, label_of, left_reply, needs_of, next_record
 from rl_plane.commit.steps import (
     Answered,
@@ -27,7 +28,6 @@ from rl_plane.protocol.record import DecisionRecord, UpdateSession, VersionSourc
 from rl_plane.protocol.relay import RelayAddress, RelayPlan, name_of_host
 from rl_plane.protocol.update_requests import ReceiveRequest, UpdateWeights
 from rl_plane.protocol.worker_ops import OPEN_RELAY_S
-from rl_plane.transports.relay.plan import plan_relay
 
 Plans = Mapping[str, Sequence[RelayPlan]]
 """Worker → the relay plan of each host of its engine, by node rank."""

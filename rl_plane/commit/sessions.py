@@ -52,9 +52,9 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.membership.worker_reply import WorkerReply
+from rl_plane.protocol.broadcast_plan import pieces
 from rl_plane.protocol.record import DecisionRecord, UpdateSession
 from rl_plane.protocol.update_requests import Part, UpdatePolicy, UpdateWeights
-from rl_plane.transports.group.broadcast_plan import pieces
 
 LEAST_PART_S = 1.0
 """The time-out of a piece whose part has no time left: its worker then reports that it did not come."""

@@ -65,8 +65,8 @@ from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
 from rl_plane.protocol.fleet_reply_types import LeftWorker, RunningUpdate, StartingWorker
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, MEMORY, PAUSE, Subjects, check_name
+from rl_plane.protocol.trainer_groups import FORM_MARGIN_S, JOIN_TORCH_S
 from rl_plane.protocol.validation import Empty, parse_body, same_values
-from rl_plane.transports.group.torch_group import FORM_MARGIN_S, JOIN_TORCH_S
 
 log = logging.getLogger("rl_plane.fleet")
 

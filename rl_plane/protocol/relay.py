@@ -1,6 +1,6 @@
 """The relay of one update: which worker takes which buckets from the trainer, and from which workers it takes the rest.
 
-The coordinator makes a RelayPlan for each worker (`rl_plane.transports.relay.plan`), and sends it with the request. A
+The coordinator makes a RelayPlan for each worker (`rl_plane.commit.relay_plan`), and sends it with the request. A
 worker whose engine spans several hosts gets one for each of them: each host receives the weights by itself.
 """
 

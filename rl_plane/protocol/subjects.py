@@ -11,7 +11,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _INSTANCE = re.compile(r"[0-9a-f]{16}")
 _OBJECT = re.compile(r"[0-9a-f]{20}")
 
-DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
+DEFAULT_NATS_PORT = 4222
+DEFAULT_NATS_URL = f"nats://127.0.0.1:{DEFAULT_NATS_PORT}"
 DEFAULT_NAMESPACE = "demo"
 DEFAULT_COMPONENT = "engine"
 

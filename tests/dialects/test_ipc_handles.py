@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from rl_plane.transports.ipc.torch_cuda import SHM
+from rl_plane.transports.trainer_memory import SHM
 from tests.support.checkpoint_engine_server import CheckpointEngineServer
 from tests.support.dialect_facade import facade, fine, proven, refused, served
 from tests.support.hf_fleet import Witnesses

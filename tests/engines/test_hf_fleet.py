@@ -83,8 +83,8 @@ async def test_a_fleet_of_witnesses(plane: Plane) -> None:
 
 
 STOPS = """
-import time, rl_plane.transports.filesystem.receiver as filesystem
-really = filesystem.FilesystemDelivery.tensors
+import time, rl_plane.transports.checkpoint_delivery as delivery
+really = delivery.CheckpointDelivery.tensors
 def tensors(self, cancelled):
     *most, last = really(self, cancelled)
     yield from most
@@ -92,7 +92,7 @@ def tensors(self, cancelled):
     while not Path({folder!r}, "go").exists():
         time.sleep(0.01)
     yield last
-filesystem.FilesystemDelivery.tensors = tensors
+delivery.CheckpointDelivery.tensors = tensors
 """
 """Before its last tensor."""
 

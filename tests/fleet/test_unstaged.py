@@ -167,8 +167,8 @@ async def test_an_unstaged_update_is_refused_if_the_committed_weights_are_not_re
     """The committed weights could not be fetched again if it failed."""
     client = await plane.client()
     once = """
-import rl_plane.transports.filesystem.receiver as filesystem
-filesystem.FilesystemDelivery.refetchable = property(lambda self: False, lambda self, value: None)
+import rl_plane.transports.checkpoint_delivery as delivery
+delivery.CheckpointDelivery.refetchable = property(lambda self: False, lambda self, value: None)
 """
     worker = plane.spawn(patch=once)
     await client.wait_for(1)

@@ -20,9 +20,9 @@ from rl_plane.protocol.subjects import Entry
 from rl_plane.protocol.update_requests import UpdateCall
 from rl_plane.protocol.validation import parse_body
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.http.allowed import Allowed, shown
 from rl_plane.transports.http.wire import parse_source, signed_until
 from rl_plane.weights import delta_codec
+from rl_plane.weights.allowed_urls import Allowed, shown
 from rl_plane.weights.manifest import Manifest, pack
 from rl_plane.weights.safetensors_file import parse_header
 from tests.fuzz.mutations import as_json, of_bytes, of_message, packed

@@ -11,7 +11,8 @@ from typing import Any
 
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.protocol.versions import HostTensor
-from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
+from rl_plane.transports.checkpoint_delivery import CheckpointDelivery
+from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.weights.checkpoint import Kind, open_published
 from worker.testing.phase_hooks import MAX_HOLD_S, POLL_S, VARIABLE
 
@@ -31,11 +32,11 @@ def installed(site: Path) -> Path:
 class HeldTransport(FilesystemTransport):
     backend = "held"
 
-    def open(self, request: Mapping[str, Any], kind: Kind) -> FilesystemDelivery:
+    def open(self, request: Mapping[str, Any], kind: Kind) -> CheckpointDelivery:
         return HeldDelivery(*open_published(request["path"], self._roots, kind))
 
 
-class HeldDelivery(FilesystemDelivery):
+class HeldDelivery(CheckpointDelivery):
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
         for number, tensor in enumerate(super().tensors(cancelled)):
             yield tensor

@@ -12,7 +12,8 @@ from rl_plane.errors import InvalidWeights, UpdateAborted
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.base import CheckSpecs, PartwiseDelivery, TransportContext
-from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
+from rl_plane.transports.checkpoint_delivery import CheckpointDelivery
+from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from tests.sim.virtual_loop import Blocked
 from worker.receive.staging import model_digest
 
@@ -64,10 +65,10 @@ class Sources:
         return digest_of(Path(self._now.get(path, path))) if path in self._models else None
 
 
-class SimFedDelivery(FilesystemDelivery, PartwiseDelivery):
+class SimFedDelivery(CheckpointDelivery, PartwiseDelivery):
     """A trainer announces its tensors part by part."""
 
-    def __init__(self, inner: FilesystemDelivery) -> None:
+    def __init__(self, inner: CheckpointDelivery) -> None:
         vars(self).update(vars(inner))
         self.error: UpdateAborted | InvalidWeights | None = None
         self.whole = False
@@ -102,10 +103,10 @@ class SimTransport(FilesystemTransport):
         self.backend = backend
         self._world = world
         self._process = process
-        self._waits: dict[FilesystemDelivery, tuple[str, float]] = {}
+        self._waits: dict[CheckpointDelivery, tuple[str, float]] = {}
         """For which push, and until when."""
 
-    def open(self, request: Mapping[str, Any], *kind: Any) -> FilesystemDelivery:
+    def open(self, request: Mapping[str, Any], *kind: Any) -> CheckpointDelivery:
         known = {key: request[key] for key in request.keys() - {"push", "group", "in_parts", "fleet_ranks"}}
         if isinstance(path := known.get("path"), str):
             known["path"] = self._world.sources.read(path)

@@ -65,8 +65,8 @@ def _send(group: Any, directory: str, part: dict[str, Any]) -> None:
     from safetensors import safe_open
     from torch import distributed as dist
 
+    from rl_plane.protocol.broadcast_plan import chunks
     from rl_plane.protocol.update_requests import ReceivePart
-    from rl_plane.transports.group.broadcast_plan import chunks
 
     with safe_open(Path(directory) / "model.safetensors", "pt") as file:
         dtypes = dict(zip(part["names"], part["dtypes"], strict=True))

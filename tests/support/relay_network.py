@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rl_plane.commit.relay_plan import plan_relay
 from rl_plane.protocol.relay import TRAINER, RelayAddress, RelayPlan
-from rl_plane.transports.relay.chooser import BucketRead, Chooser
-from rl_plane.transports.relay.plan import plan_relay
+from rl_plane.transports.nixl.relay_chooser import BucketRead, Chooser
 
 MB = 1 << 20
 GBIT = 125e6

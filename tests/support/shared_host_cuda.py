@@ -14,7 +14,8 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.transports.ipc.torch_cuda import SHM, Share, TorchCuda
+from rl_plane.transports.ipc.torch_cuda import Share, TorchCuda
+from rl_plane.transports.trainer_memory import SHM
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,8 @@ from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavai
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import DigestAlgorithm, TensorSpec, tensors_digest
 from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
-from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
+from rl_plane.transports.checkpoint_delivery import CheckpointDelivery
+from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.weights.checkpoint import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -93,7 +94,7 @@ def test_shards(transport: FilesystemTransport, root: Path) -> None:
 
 def test_a_delivery_is_read_once_and_closed_twice(transport: FilesystemTransport, root: Path) -> None:
     delivery: Delivery = transport.open(request(single(root / "c")), "base")
-    assert isinstance(delivery, FilesystemDelivery)
+    assert isinstance(delivery, CheckpointDelivery)
     list(delivery.tensors())
     with pytest.raises(RuntimeError, match="once"):
         delivery.tensors()

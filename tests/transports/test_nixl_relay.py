@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rl_plane._util.framing import read_frame, send_frame
+from rl_plane.commit.relay_plan import plan_relay
 from rl_plane.protocol.relay import RelayAddress, RelayPlan
 from rl_plane.transports.nixl.wire import NOT_YET, PROTOCOL
-from rl_plane.transports.relay.plan import plan_relay
 from tests.support.relay_host import RelayHost
 
 pytestmark = [pytest.mark.engines("nixl"), pytest.mark.timeout(400)]

@@ -10,8 +10,8 @@ from frontend.dialects.common.await_trainer import await_trainer
 from frontend.dialects.common.fleet_as_one import NOT_BEGUN
 from frontend.dialects.common.transaction import Transactions
 from rl_plane.errors import PlaneError
+from rl_plane.protocol.trainer_groups import PRIME_RL_FORMAT
 from rl_plane.protocol.vllm_bodies import Transfer
-from rl_plane.transports.group.prime_rl_wire import FORMAT
 
 TRAINER_S = 1200.0
 """The longest wait in seconds for a trainer that is still loading its model: prime-rl's own default time-out."""
@@ -47,7 +47,7 @@ class DescribedBroadcast:
             timeout_s = min(info["timeout_s"] or TRAINER_S, TRAINER_S)
             await await_trainer(info["master_address"], info["master_port"], timeout_s)
 
-        await self._transactions.init(info, where, format=FORMAT, ready=ready)
+        await self._transactions.init(info, where, format=PRIME_RL_FORMAT, ready=ready)
 
     async def update(self, weight_dir: str | None, label: str | None, request_id: str) -> dict[str, Any]:
         """Receives and commits what the trainer broadcasts. A failed update ends the group, so it is forgotten.

@@ -15,8 +15,7 @@ from frontend.dialects.sglang.serialized_tensors import FIELD, SharedTensors
 from rl_plane.errors import InvalidWeights, PayloadTooLarge, Unsupported
 from rl_plane.protocol.shared_tensors import NamedMemory
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, HostTensor
-from rl_plane.transports.ipc.in_place import read_memory
-from rl_plane.transports.ipc.named_memory import HEADER_BYTES, opened_memory
+from rl_plane.transports.trainer_memory import HEADER_BYTES, opened_memory, read_memory
 
 IN_A_FILE = 'send them as a safetensors file (load_format "safetensors")'
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.shared_tensors import GpuMemory, NamedMemory
-from rl_plane.transports.ipc.named_memory import HEADER_BYTES, opened_memory
+from rl_plane.transports.trainer_memory import HEADER_BYTES, opened_memory
 
 log = logging.getLogger("frontend.dialects.sglang.shared_counts")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plane._util.own_address import own_address
 from rl_plane.errors import Unavailable
 from rl_plane.publish.ranks.link import LOOK_S, RESTART
-from rl_plane.transports.group.torch_group import first_line, gloo_options, has_ended
+from rl_plane.transports.torch_calls import first_line, gloo_options, has_ended
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,6 @@ from rl_plane.protocol.versions import TensorSpec, checked_name
 from rl_plane.weights.pickle_reader import Budget, UnreadablePickle, kind_of, read_pickle
 from rl_plane.weights.pickled_torch import DTYPES, SIZE, Dtype, Size
 
-FORMAT = "prime-rl"
 NUMBER_BYTES = 8
 MAX_STATE_DICTS = 10_000
 """The most state dicts of one update. prime-rl sends one for each layer, and one for the rest."""

@@ -30,26 +30,25 @@ from typing import Any
 from rl_plane.errors import Conflict, InvalidRequest, InvalidWeights
 from rl_plane.protocol.hashers import hex_digest
 from rl_plane.protocol.strict_json import load_json_object
+from rl_plane.protocol.trainer_groups import JOIN_TORCH_S, PRIME_RL_FORMAT
 from rl_plane.protocol.versions import DIGEST_PATTERN
 from rl_plane.transports.base import GroupedTransport, TransportContext, check_fields
 from rl_plane.transports.group.described_delivery import DescribedDelivery
 from rl_plane.transports.group.peer_liveness import check_reach
-from rl_plane.transports.group.prime_rl_wire import FORMAT
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
 from rl_plane.transports.group.streamed_delivery import GroupPartwiseDelivery, received
 from rl_plane.transports.group.torch_group import (
     JOIN_TIMEOUT_S,
-    JOIN_TORCH_S,
     MANIFEST_ALGORITHM,
     MANIFEST_PREFIX,
     Group,
     digest_tensor,
     formed_together,
     gpu,
-    import_torch,
 )
 from rl_plane.transports.merged_delivery import MAX_SHARES, SHARES, MergedDelivery, open_shares
 from rl_plane.transports.packed_delivery import PackedDelivery
+from rl_plane.transports.torch_calls import import_torch
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
 
@@ -198,9 +197,9 @@ class GroupTransport(GroupedTransport):
     def _open_described(self, request: Mapping[str, Any]) -> DescribedDelivery:
         check_fields(self.backend, request, "group", "format", "fleet_ranks")
         name = request.get("group")
-        if request["format"] != FORMAT or not isinstance(name, str):
+        if request["format"] != PRIME_RL_FORMAT or not isinstance(name, str):
             raise InvalidRequest(
-                f"a format is {FORMAT!r}, with the name of a group that the trainer has formed",
+                f"a format is {PRIME_RL_FORMAT!r}, with the name of a group that the trainer has formed",
                 field="transport.format",
                 fix="name the group, or leave the format out",
             )

@@ -31,16 +31,15 @@ from rl_plane.transports.group.torch_group import (
     AHEAD,
     DIGEST_BYTES,
     JOIN_TIMEOUT_S,
-    LOOK_S,
     MANIFEST_ALGORITHM,
     MANIFEST_PREFIX,
     Broadcast,
     Group,
     digest_tensor,
     gpu,
-    import_torch,
 )
 from rl_plane.transports.packing import Tensor, raw_bytes
+from rl_plane.transports.torch_calls import LOOK_S, import_torch
 from rl_plane.weights.manifest import Manifest
 
 if TYPE_CHECKING:

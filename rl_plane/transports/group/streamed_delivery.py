@@ -7,10 +7,10 @@ from typing import Any
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.broadcast_plan import chunks
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.announced_delivery import AnnouncedDelivery, Coming
-from rl_plane.transports.group.broadcast_plan import chunks
 from rl_plane.transports.group.rank_layout import FORM_AGAIN
 from rl_plane.transports.group.torch_group import AHEAD, Group
 

@@ -8,25 +8,23 @@ gives up.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib.util
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plane._util.own_address import own_address
 from rl_plane._util.tasks import never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable, Unsupported
+from rl_plane.protocol.trainer_groups import FORM_MARGIN_S
 from rl_plane.protocol.versions import DigestAlgorithm
 from rl_plane.transports.group.peer_liveness import STORE_SILENT, PeerLiveness, connected
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
 from rl_plane.transports.group.vllm_rendezvous import store_with_id
+from rl_plane.transports.torch_calls import LOOK_S, first_line, gloo_options, has_ended, import_torch
 from rl_plane.weights.read_ahead import host_memory
 
 if TYPE_CHECKING:
@@ -34,12 +32,6 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT_S = 60.0
 """The time to form a group, in seconds. Its ranks come within a second or two, unless one has died or hangs."""
-JOIN_TORCH_S = 120.0
-"""The time to join a trainer's own group, in seconds: the trainer comes when it has gathered its own ranks."""
-FORM_MARGIN_S = 10.0
-"""Seconds beyond these two, so that torch's own error, which says more, comes first."""
-LOOK_S = 0.05
-"""Seconds between two looks at `cancelled`, in a wait for a bucket."""
 TAKE_S = 30.0
 """The time to read from the trainer's store, in seconds: a few MB."""
 REMOVE_S = 5.0
@@ -47,8 +39,6 @@ REMOVE_S = 5.0
 CHUNK_BYTES = 4 << 20
 """The length of a chunk in the store, whose values may have 8 MB."""
 MAX_CHUNKS = 64
-TORCH_LIBRARY = "libtorch_cpu.so"
-"""It has 430 MB of the 470 MB that an import of torch loads."""
 AHEAD = 2
 """Buckets in memory on each side: one is packed or unpacked while the other is on its way."""
 NCCL_ENVIRONMENT = {
@@ -468,37 +458,6 @@ def formed_together(places: Sequence[Place], join_timeout_s: float) -> Group:
 # ---- torch ----
 
 
-def import_torch() -> Any:
-    """Returns torch. Raises Unsupported in a process that has none."""
-    if "torch" not in sys.modules:
-        _load_torch_library()
-    try:
-        # The order matters. A thread that imports `torch.distributed` first waits for the import lock of `torch`, while
-        # a thread that imports `torch` waits for the lock of `torch.distributed`. Python breaks such a deadlock by
-        # giving a thread the half-made module, and then torch ends the process.
-        import torch
-        import torch.distributed
-    except ImportError as error:
-        raise Unsupported(
-            "there is no torch in this process", field="transport.backend", fix="use filesystem"
-        ) from error
-    return torch
-
-
-def _load_torch_library() -> None:
-    """Loads torch's largest library, so that the import finds it loaded.
-
-    The import loads it while it holds the interpreter's lock. On a busy machine or from a slow disk that takes so many
-    seconds that the fleet would take the worker for hung: its NATS loop could not answer. Python gives the lock back
-    while it calls a C function, and `dlopen` is one. What fails here fails again in the import, which says why.
-    """
-    spec = importlib.util.find_spec("torch")
-    dlopen = ctypes.CDLL(None).dlopen
-    dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
-    for package in spec.submodule_search_locations or () if spec is not None else ():
-        dlopen(os.fsencode(Path(package, "lib", TORCH_LIBRARY)), os.RTLD_NOW)
-
-
 def gpu(device: str | None) -> str:
     """Returns the device if nccl can use it, else raises Unsupported."""
     if device is None or not device.startswith("cuda"):
@@ -547,26 +506,6 @@ def make_torch_group(place: Place, store: Any, timeout_s: float) -> Any:
                     os.environ[name] = value
 
 
-def gloo_options(host: str, timeout: timedelta) -> Any:
-    """Options by which gloo listens at the address `host`. torch itself takes the address of this machine's name, which
-    is often a loopback address that other machines can't reach."""
-    gloo = import_torch().distributed.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=host)]
-    return options
-
-
-def has_ended(work: Any, *, on_gpu: bool) -> bool:
-    """True if the operation has ended; waits up to LOOK_S for it."""
-    if not on_gpu:
-        with contextlib.suppress(RuntimeError):  # the operation's own error, or the time-out
-            work.wait(timedelta(seconds=LOOK_S))
-    elif not work.is_completed():
-        time.sleep(LOOK_S / 50)
-    return bool(work.is_completed())
-
-
 def connect_store(place: Place, timeout_s: float) -> Any:
     """Connects to the trainer's store, within the prefix of the group."""
     dist = import_torch().distributed
@@ -587,11 +526,6 @@ def connect_store(place: Place, timeout_s: float) -> Any:
 def _abort(torch_group: Any) -> None:
     with contextlib.suppress(RuntimeError):
         torch_group.abort()
-
-
-def first_line(error: Exception) -> str:
-    """The first line of torch's message. The lines after it are a stack."""
-    return str(error).split("\n")[0][:300]
 
 
 def _said(error: Exception) -> str:

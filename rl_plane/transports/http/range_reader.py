@@ -22,8 +22,8 @@ from types import TracebackType
 from urllib.parse import SplitResult, urljoin
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
-from rl_plane.transports.http.allowed import Allowed, Origin, origin_of, shown
 from rl_plane.transports.http.wire import Source, signed_until
+from rl_plane.weights.allowed_urls import Allowed, Origin, origin_of, shown
 
 log = logging.getLogger("rl_plane.transports.http.range_reader")
 

@@ -16,10 +16,10 @@ from rl_plane.protocol.canary import CANARY_NAME, MAX_CANARY_BYTES
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, HostTensor
 from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
-from rl_plane.transports.filesystem.receiver import FilesystemDelivery
-from rl_plane.transports.http.allowed import Allowed
+from rl_plane.transports.checkpoint_delivery import CheckpointDelivery
 from rl_plane.transports.http.range_reader import STALL_S, RangeReader, RangeStream, Refused, RemoteFile
 from rl_plane.transports.http.wire import BACKEND, Source, is_file_name, parse_source
+from rl_plane.weights.allowed_urls import Allowed
 from rl_plane.weights.checkpoint import Checkpoint, Kind, open_folder
 from rl_plane.weights.manifest import MAX_CONFIG_BYTES
 from rl_plane.weights.read_ahead import ReadAhead
@@ -56,7 +56,7 @@ class HttpTransport(WeightTransport):
         return HttpDelivery(checkpoint, digest, tensor_digests, reader)
 
 
-class HttpDelivery(FilesystemDelivery):
+class HttpDelivery(CheckpointDelivery):
     """The tensors of a checkpoint, or of an adapter, behind URLs."""
 
     def __init__(

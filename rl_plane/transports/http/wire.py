@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.transports.http.allowed import Allowed, shown
+from rl_plane.weights.allowed_urls import Allowed, shown
 from rl_plane.weights.checkpoint import MAX_FILES, SINGLE_NAME
 
 BACKEND = "http"

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rl_plane.errors import Unavailable
-from rl_plane.transports.ipc.torch_cuda import SHM, TorchCuda
+from rl_plane.transports.ipc.torch_cuda import TorchCuda
 from rl_plane.transports.ipc.wire import BUFFERS
+from rl_plane.transports.trainer_memory import SHM
 from rl_plane.weights.manifest import ALIGN_BYTES, Manifest
 
 if TYPE_CHECKING:

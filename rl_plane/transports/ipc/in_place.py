@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import stat
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rl_plane.protocol.versions import DigestAlgorithm, HostTensor, TensorSpec
+from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.ipc.cuda_buffers import Handle, collect, copied_to, release, share
 from rl_plane.transports.ipc.torch_cuda import TorchCuda
 from rl_plane.transports.ipc.wire import BUFFERS, close_all
 from rl_plane.transports.packing import Tensor, spec_of
-from rl_plane.weights.hashed_copy import read_hashed
 from rl_plane.weights.manifest import Manifest, PackedBucket, aligned
 
 if TYPE_CHECKING:
@@ -151,21 +149,3 @@ def _is_shared(tensor: torch.Tensor) -> bool:
     # The tensor is shared already, so nothing moves.
     descriptor, nbytes = tensor.untyped_storage()._share_fd_cpu_()
     return bool(descriptor >= 0 and os.fstat(descriptor).st_size >= nbytes)
-
-
-def read_memory(descriptor: int, start: int, place: memoryview, algorithm: DigestAlgorithm) -> str:
-    """Reads from a trainer's descriptor into `place`. Returns the hex digest of what is in `place` now.
-
-    Raises ValueError if the descriptor is not of memory or a file, or if that gets shorter."""
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise ValueError("a descriptor that is not of memory")
-
-    def read(at: int, piece: memoryview) -> None:
-        done = 0
-        while done < piece.nbytes:
-            count = os.preadv(descriptor, [piece[done:]], start + at + done)
-            if not count:
-                raise ValueError(f"memory that ends after {start + at + done} bytes, within a tensor")
-            done += count
-
-    return read_hashed(place, read, algorithm)

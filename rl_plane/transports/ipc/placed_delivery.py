@@ -18,9 +18,8 @@ from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import DTYPE_BYTES, DigestAlgorithm, HostTensor, TensorSpec
 from rl_plane.transports.announced_delivery import AnnouncedDelivery, Coming
 from rl_plane.transports.ipc.cuda_buffers import Handle, opened, release
-from rl_plane.transports.ipc.in_place import read_memory
-from rl_plane.transports.ipc.named_memory import HEADER_BYTES, opened_memory
 from rl_plane.transports.ipc.torch_cuda import TorchCuda
+from rl_plane.transports.trainer_memory import HEADER_BYTES, opened_memory, read_memory
 from rl_plane.weights.read_ahead import host_memory
 
 AGAIN = "send the whole update again"

@@ -27,7 +27,7 @@ from rl_plane.protocol.versions import DigestAlgorithm, HostTensor
 from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
 from rl_plane.transports.ipc.checkpoint_engine import CheckpointEngineDelivery
 from rl_plane.transports.ipc.cuda_buffers import Handle, OpenBuckets, read_opened, remove_counters
-from rl_plane.transports.ipc.in_place import MAX_TOGETHER, read_memory
+from rl_plane.transports.ipc.in_place import MAX_TOGETHER
 from rl_plane.transports.ipc.placed_delivery import PlacedDelivery
 from rl_plane.transports.ipc.torch_cuda import TORCH_CUDA, TorchCuda
 from rl_plane.transports.ipc.wire import (
@@ -47,6 +47,7 @@ from rl_plane.transports.ipc.wire import (
     send_packet,
 )
 from rl_plane.transports.packed_delivery import Arrived, PackedDelivery, check_kind
+from rl_plane.transports.trainer_memory import read_memory
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest, PackedBucket
 from rl_plane.weights.read_ahead import host_memory

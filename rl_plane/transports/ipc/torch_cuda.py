@@ -11,11 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_plane.transports.trainer_memory import SHM
+
 if TYPE_CHECKING:
     import torch
-
-SHM = Path("/dev/shm")
-"""The directory of the system's shared memory. torch counts shares in files there."""
 
 Share = tuple[bytes, int, int, bytes, int, bytes, bool]
 """A share of an allocation: memory, nbytes, offset, counter, counter_offset, event, event_sync (see `Handle`)."""

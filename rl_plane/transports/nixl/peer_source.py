@@ -11,12 +11,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_plane._util.own_address import own_address
+from rl_plane.protocol.subjects import DEFAULT_NATS_PORT
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.nixl.metadata_server import MetadataServer, RelayOffer
 from rl_plane.transports.nixl.sender import NixlSender, address_of_tensor
 from rl_plane.transports.nixl.tcp_reads import Region
 from rl_plane.transports.nixl.wire import make_agent
-from rl_plane.transports.object_store.bulk_socket import DEFAULT_PORT
 from rl_plane.weights.hashed_copy import address_of
 from rl_plane.weights.manifest import ALIGN_BYTES, Manifest, pack
 
@@ -137,4 +137,4 @@ def _joined(regions: Sequence[Sequence[Region]]) -> list[Region]:
 def address_towards(nats_url: str) -> str:
     """This machine's address on the network of NATS, where the other workers are too."""
     where = urlsplit(nats_url if "://" in nats_url else f"nats://{nats_url}")
-    return own_address(where.hostname or "", where.port or DEFAULT_PORT)
+    return own_address(where.hostname or "", where.port or DEFAULT_NATS_PORT)

@@ -35,7 +35,6 @@ from rl_plane.transports.nixl.reads import (
 from rl_plane.transports.nixl.relayed_pull import RelayedPull, Trainer
 from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, have_nixl
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
-from rl_plane.transports.relay.plan import LEAST_BYTES
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
 
@@ -43,6 +42,9 @@ if not have_nixl():
     raise ModuleNotFoundError("nixl is not installed", name="nixl")
 
 log = logging.getLogger("rl_plane.transports.nixl.receiver")
+
+LEAST_BYTES = 1 << 20
+"""A receiver takes a smaller update from the trainer alone, in a few milliseconds."""
 
 CONNECT_S = 10.0
 """The time for an answer in seconds. The trainer answers on a thread of its own, unless its process hangs."""

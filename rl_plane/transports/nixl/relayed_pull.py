@@ -36,9 +36,9 @@ from rl_plane.transports.nixl.reads import (
     refuse,
     split_reads,
 )
+from rl_plane.transports.nixl.relay_chooser import BucketRead, Chooser
 from rl_plane.transports.nixl.wire import RegisteredMemory
 from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.relay.chooser import BucketRead, Chooser
 from rl_plane.weights.hashed_copy import copy_hashed
 from rl_plane.weights.manifest import Manifest, PackedBucket, pack
 

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 from rl_plane.bus.connect_errors import refusal_of
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import Unsupported
+from rl_plane.protocol.subjects import DEFAULT_NATS_PORT
 
-DEFAULT_PORT = 4222
 BUFFER_BYTES = 1 << 16
 """The buffer for protocol lines and headers. Of payloads only the bytes that came with a line pass through it."""
 MAX_LINE_BYTES = 1 << 15
@@ -56,7 +56,7 @@ class NatsSocket:
         self._begin = self._end = 0
         self._login = login
         self._left = 0  # of the payload that is to be taken
-        self._socket = socket.create_connection((where.hostname or "", where.port or DEFAULT_PORT), bound_s)
+        self._socket = socket.create_connection((where.hostname or "", where.port or DEFAULT_NATS_PORT), bound_s)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             operation, _, rest = self._line().partition(b" ")

@@ -17,9 +17,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from frontend.dialects.common.ipc_handles import HANDLE_BYTES, PART_BYTES, read_parts
 from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.broadcast_plan import MEMORY_BYTES, pieces
 from rl_plane.protocol.shared_tensors import GpuCopies
 from rl_plane.protocol.update_requests import Part
-from rl_plane.transports.group.broadcast_plan import MEMORY_BYTES, pieces
 from tests.support.hostile_pickles import Reduced, forbidden_to_run, mutated
 
 MUTANTS = 6000

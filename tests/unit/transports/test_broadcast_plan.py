@@ -9,13 +9,13 @@ import pytest
 from rl_plane.errors import InvalidRequest, PayloadTooLarge
 from rl_plane.fleet.fleet_replies import group_places
 from rl_plane.membership.core import Member, Snapshot
+from rl_plane.protocol.broadcast_plan import chunks, pieces
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES, encode
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S, ReceivePart, UpdateWeights
 from rl_plane.protocol.validation import parse_body
 from rl_plane.protocol.vllm_bodies import InitInfo, Transfer, UpdateInfo, init_body, part_body
 from rl_plane.sync import call_bound_s
 from rl_plane.transports.base import colocated, receivers
-from rl_plane.transports.group.broadcast_plan import chunks, pieces
 from rl_plane.transports.group.rank_layout import Place
 
 SIZES = {"a": 4, "b": 10, "c": 1, "d": 2, "e": 8}

@@ -8,8 +8,8 @@ import pytest
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.update_requests import without_secret
-from rl_plane.transports.http.allowed import Allowed
 from rl_plane.transports.http.wire import parse_source, signed_until
+from rl_plane.weights.allowed_urls import Allowed
 
 ALLOWED = Allowed.of(["https://a.example/weights", "http://10.0.0.5:8080"])
 

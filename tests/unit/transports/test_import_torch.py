@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rl_plane.transports.group.torch_group import TORCH_LIBRARY
+from rl_plane.transports.torch_calls import TORCH_LIBRARY
 from tests.support.started_command import READY_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 AT_ONCE = """
 import sys, threading, time
-from rl_plane.transports.group.torch_group import import_torch
+from rl_plane.transports.torch_calls import import_torch
 threading.Thread(target=__import__, args=("torch",)).start()
 while "torch" not in sys.modules:
     time.sleep(0.001)
@@ -24,7 +24,7 @@ import_torch()
 """
 CODE = """
 import threading
-from rl_plane.transports.group.torch_group import import_torch
+from rl_plane.transports.torch_calls import import_torch
 threading.Thread(target=import_torch).start()
 print(input(), flush=True)
 """

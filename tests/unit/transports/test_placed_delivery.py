@@ -21,10 +21,10 @@ from rl_plane.protocol.shared_tensors import NamedMemory
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import TensorSpec, tensor_digest
 from rl_plane.transports.base import TransportContext
-from rl_plane.transports.ipc.named_memory import HEADER_BYTES, opened_memory
 from rl_plane.transports.ipc.placed_delivery import PlacedDelivery
 from rl_plane.transports.ipc.receiver import IpcTransport
-from rl_plane.transports.ipc.torch_cuda import SHM, TorchCuda
+from rl_plane.transports.ipc.torch_cuda import TorchCuda
+from rl_plane.transports.trainer_memory import HEADER_BYTES, SHM, opened_memory
 from tests.support.host_cuda import GPUS, HostCuda, at_call
 from tests.support.other_user import as_another_user
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from rl_plane.commit.relay_plan import plan_relay, steps_back
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.relay import MAX_PEERS, TRAINER, RelayPeer, RelayPlan
-from rl_plane.transports.relay.chooser import HANG_S, MORE_PATIENCE, BucketRead, Chooser
-from rl_plane.transports.relay.plan import plan_relay, steps_back
+from rl_plane.transports.nixl.relay_chooser import HANG_S, MORE_PATIENCE, BucketRead, Chooser
 from tests.support.relay_network import GBIT, MB, Network, addresses, relayed
 
 BUCKETS, BUCKET_BYTES = 64, 4 * MB

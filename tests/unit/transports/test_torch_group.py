@@ -32,9 +32,9 @@ from rl_plane.transports.group.torch_group import (
     Group,
     MakeGroup,
     formed_together,
-    import_torch,
     make_torch_group,
 )
+from rl_plane.transports.torch_calls import import_torch
 from rl_plane.weights.manifest import Manifest, pack
 from tests.support.listeners import listeners
 

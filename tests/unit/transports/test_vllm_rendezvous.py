@@ -13,8 +13,9 @@ import pytest
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.transports.group.rank_layout import Place
-from rl_plane.transports.group.torch_group import Group, import_torch
+from rl_plane.transports.group.torch_group import Group
 from rl_plane.transports.group.vllm_rendezvous import ID_KEY, MAX_PICKLE_BYTES, nccl_id_of, store_with_id
+from rl_plane.transports.torch_calls import import_torch
 
 BOUND_S = 10.0
 ID = bytes(range(128))

@@ -19,7 +19,8 @@ from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
 from rl_plane.protocol.hashers import PARALLEL_HASH_BYTES
 from rl_plane.protocol.versions import DigestAlgorithm, HostTensor, TensorSpec, tensors_digest
 from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
-from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
+from rl_plane.transports.checkpoint_delivery import CheckpointDelivery
+from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.weights import checkpoint
 from rl_plane.weights.checkpoint import open_published, write_manifest
 from rl_plane.weights.hashed_copy import is_same_memory
@@ -483,7 +484,7 @@ def test_a_third_partys_delivery_that_waits_for_bytes_is_cancelled() -> None:
     assert transport.delivery.closed
 
 
-class Derived(FilesystemDelivery):
+class Derived(CheckpointDelivery):
     """A third party's delivery, which claims of each tensor the digest that its publisher stated."""
 
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
@@ -567,7 +568,7 @@ def test_files_are_read_into_their_places(
     manifest = write_manifest(tmp_path, algorithm)
     monkeypatch.setattr(checkpoint, "host_memory", None)
     monkeypatch.setattr(staging, "copy_hashed", None)
-    delivery = FilesystemDelivery(*open_published(str(tmp_path), [tmp_path], "base"))
+    delivery = CheckpointDelivery(*open_published(str(tmp_path), [tmp_path], "base"))
     area = StagingArea.for_specs(delivery.specs)
     with closing(delivery):
         stream = DigestingStream(delivery, places=area.find)

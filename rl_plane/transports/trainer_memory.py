@@ -1,7 +1,8 @@
-"""Opens shared memory that torch has made under a name, by its sharing strategy `file_system`.
+"""Opens and reads the memory of a trainer on this machine.
 
-The name comes from a trainer's request, so it is checked as a path of a stranger is: it is a name of torch's own, and
-the file is a regular file of this process's own user, not a link, and as long as it must be.
+`opened_memory` opens shared memory that torch has made under a name, by its sharing strategy `file_system`. The name
+comes from a trainer's request, so it is checked as a path of a stranger is: it is a name of torch's own, and the file
+is a regular file of this process's own user, not a link, and as long as it must be.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from pathlib import Path
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.shared_tensors import NamedMemory
-from rl_plane.transports.ipc.torch_cuda import SHM
+from rl_plane.protocol.versions import DigestAlgorithm
+from rl_plane.weights.hashed_copy import read_hashed
 
+SHM = Path("/dev/shm")
+"""The directory of the system's shared memory. torch counts shares in files there."""
 HEADER_BYTES = 64
 """The bytes before the tensors, in which torch counts who uses the memory."""
 
@@ -62,3 +66,21 @@ def opened_memory(memory: NamedMemory, *, shm: Path = SHM, writable: bool = Fals
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def read_memory(descriptor: int, start: int, place: memoryview, algorithm: DigestAlgorithm) -> str:
+    """Reads from a trainer's descriptor into `place`. Returns the hex digest of what is in `place` now.
+
+    Raises ValueError if the descriptor is not of memory or a file, or if that gets shorter."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise ValueError("a descriptor that is not of memory")
+
+    def read(at: int, piece: memoryview) -> None:
+        done = 0
+        while done < piece.nbytes:
+            count = os.preadv(descriptor, [piece[done:]], start + at + done)
+            if not count:
+                raise ValueError(f"memory that ends after {start + at + done} bytes, within a tensor")
+            done += count
+
+    return read_hashed(place, read, algorithm)

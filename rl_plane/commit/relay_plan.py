@@ -6,9 +6,6 @@ from collections.abc import Mapping
 
 from rl_plane.protocol.relay import MAX_PEERS, RelayAddress, RelayPeer, RelayPlan
 
-LEAST_BYTES = 1 << 20
-"""A receiver takes a smaller update from the trainer alone, in a few milliseconds."""
-
 
 def plan_relay(workers: Mapping[str, RelayAddress]) -> dict[str, RelayPlan]:
     """Returns each worker's plan. Equal arguments give equal plans. Empty: a relay gains nothing.
