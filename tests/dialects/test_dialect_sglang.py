@@ -123,7 +123,7 @@ async def test_weights_from_disk(plane: Plane) -> None:
         assert await served(http) == [(True, "new")] * 2
 
 
-async def test_what_is_refused_by_name(plane: Plane) -> None:
+async def test_a_call_that_the_fleet_can_not_do_is_refused_by_its_field(plane: Plane) -> None:
     plane.spawn_copies(2)
     group = {
         "master_address": "127.0.0.1",

@@ -53,7 +53,7 @@ async def streaming(
     return events
 
 
-async def test_what_clients_ask_before_they_begin(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_the_reading_routes_answer_before_the_first_update(plane: Plane, http: httpx.AsyncClient) -> None:
     assert fine(await http.request("GET", "/get_world_size", json={})) == {"world_size": 3}
     assert fine(await http.get("/get_world_size?include_dp=false")) == {"world_size": 3}
     assert fine(await http.get("/weight_info")) == {"weight_version": "initial"}
@@ -457,7 +457,7 @@ async def test_an_update_while_another_one_holds_the_fleet_is_a_503_that_may_be_
     assert await served(http) == [(True, "2")] * 3
 
 
-async def test_what_is_out_of_order_or_impossible_is_refused_by_name(
+async def test_a_call_out_of_order_or_impossible_is_refused_by_its_field(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
     tcp = {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 4}

@@ -251,7 +251,7 @@ async def _serve(client: WorkerCalls, ids: list[str]) -> bool:
     return {key for key, one in (await reasons(client)).items() if not one} == {*ids}
 
 
-def test_what_memory_is_wanted() -> None:
+def test_the_desired_memory_follows_each_release_and_resume() -> None:
     none = DesiredMemory()
     both = none.after("release_memory", ["weights", "kv_cache"], None)
     assert both.of("a") == {"weights", "kv_cache"}

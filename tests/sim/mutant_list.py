@@ -397,7 +397,7 @@ MUTANTS = [
         "rl_plane/commit/machine.py",
         "    if not base.final:\n",
         "    if False:\n",
-        RECOVERY + "what_a_dead_coordinator_had_decided_is_finished_first",
+        RECOVERY + "an_update_that_a_dead_coordinator_had_decided_is_finished_first",
     ),
     Mutant(
         "update: workers that are not gated swap",
@@ -595,7 +595,7 @@ MUTANTS = [
         "rl_plane/commit/sessions.py",
         "    if _is_decided(state, session, base):\n        raise committed_already(base.update_id, base.made, committed_fix)\n",
         "",
-        SESSIONS + "what_is_decided_is_neither_aborted_nor_named_nor_prepared_again",
+        SESSIONS + "a_decided_update_is_neither_aborted_nor_named_nor_prepared_again",
     ),
     # ---- rl_plane/commit/rules.py ----
     Mutant(
@@ -1106,7 +1106,7 @@ MUTANTS = [
         "worker/reconcile/lock_watch.py",
         "            await self._raise_fence()\n",
         "            pass\n",
-        WATCH + "a_store_that_went_back_gives_no_fence_that_was_left_behind",
+        WATCH + "a_restored_store_never_repeats_a_fence",
     ),
     Mutant(
         "dispatcher: a change without fence or process",
@@ -1282,7 +1282,7 @@ MUTANTS = [
         "rl_plane/membership/view.py",
         "            if overtaken or newer(known, record):\n                return\n",
         "            if newer(known, record):\n                return\n",
-        LABELS + "of_two_decisions_with_one_number_the_later_write_counts",
+        LABELS + "the_later_write_counts_if_two_decisions_have_one_number",
     ),
     # ---- rl_plane/commit/canary_rules.py ----
     Mutant(
@@ -1298,14 +1298,14 @@ MUTANTS = [
         "rl_plane/commit/canary_rules.py",
         "            if type(value) not in (int, float) or not MIN_LOGPROB <= value <= LOGPROB_EPSILON:\n",
         "            if False:\n",
-        CANARY + "what_is_no_vector_fails_and_never_raises",
+        CANARY + "scores_that_are_no_numbers_fail_and_never_raise",
     ),
     Mutant(
         "canary: a vector of another length passes",
         "rl_plane/commit/canary_rules.py",
         "        if not isinstance(vector, (list, tuple)) or len(vector) != len(tokens) - 1:\n",
         "        if not isinstance(vector, (list, tuple)):\n",
-        CANARY + "what_is_no_vector_fails_and_never_raises",
+        CANARY + "scores_that_are_no_numbers_fail_and_never_raise",
     ),
     Mutant(
         "canary: a tie lets all in",

@@ -249,7 +249,7 @@ async def test_a_slow_healer_heals_to_the_next_version_of_its_source(
 
 
 @needs_nixl
-async def test_when_the_trainer_is_gone_a_late_worker_waits_for_the_next_update(
+async def test_a_late_worker_without_a_trainer_waits_for_the_next_update(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
     source, client = trainer(), await plane.client()
