@@ -141,7 +141,7 @@ async def test_a_pause_outlasts_the_resume_of_memory(plane: Plane) -> None:
 def two_of_which_one_is_held(
     plane: Plane, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Spawned, Spawned, Path]:
-    """Returns the other worker, the worker that is held at the point, and the file that appears once it is held."""
+    """Returns the other worker, the worker that waits at the point, and the file that appears once it waits."""
     holds = plane.tmp / "holds"
     holds.mkdir()
     monkeypatch.setenv(VARIABLE, str(holds))

@@ -86,3 +86,14 @@ def test_a_test_that_imports_a_test_is_found(tmp_path: Path) -> None:
     imports = "from tests.fleet.test_updates import update\nfrom tests.support.faults import update\n"
     found = _offences(tmp_path, tests__fleet__test_other=imports, tests__fleet__test_updates="")
     assert [line.split(": ")[0] for line in found] == ["tests/fleet/test_other.py:1"]
+
+
+def test_a_name_of_a_test_without_a_subject_is_found(tmp_path: Path) -> None:
+    named = "def test_what_is_sent_arrives() -> None: ...\n\n\nclass TestMover:\n"
+    named += "    async def test_where_it_goes(self) -> None: ...\n"
+    fine = "def test_weights_arrive_where_they_are_sent() -> None: ...\ndef test_offers_expire() -> None: ...\n"
+    found = _offences(tmp_path, tests__test_mover=named, tests__test_other=fine)
+    assert [line.split(" has")[0] for line in found] == [
+        "tests/test_mover.py:1: test_what_is_sent_arrives",
+        "tests/test_mover.py:5: test_where_it_goes",
+    ]

@@ -327,7 +327,7 @@ def test_a_sender_of_another_user_is_not_believed(monkeypatch: pytest.MonkeyPatc
             receive(transport)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_really_gets_nothing() -> None:
     with sender_of(1) as (_, transport):
         pid = os.fork()

@@ -413,7 +413,7 @@ def test_both_states_of_a_rolling_update_are_good_until_it_ends() -> None:
 
 
 def view() -> MembershipView:
-    bus = Bus("nats://nobody", "test")
+    bus = Bus("nats://nowhere", "test")
     return MembershipView(bus, Subjects("ns", "c"), Gather(bus))
 
 
