@@ -105,15 +105,16 @@ def _same_modules(trees: dict[str, ast.Module]) -> list[str]:
 
 
 def _same_classes(trees: dict[str, ast.Module]) -> list[str]:
-    """Compares private classes too: a reader who searches for a name finds all classes that have it."""
+    """Compares private and inner classes too, without underscores: a reader who searches for a name finds all classes
+    that have it."""
     places = defaultdict(list)
     for name, tree in trees.items():
-        for node in tree.body:
+        for node in _blocks(tree):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{name}:{node.lineno}")
+                places[node.name.lstrip("_")].append((f"{name}:{node.lineno}", node.name))
     return [
-        f"{place}: a class {name} is also in {', '.join(other for other in found if other != place)}"
-        for name, found in places.items()
+        f"{place}: a class {name} is also in {', '.join(other for other, _ in found if other != place)}"
+        for found in places.values()
         if len(found) > 1
-        for place in found
+        for place, name in found
     ]

@@ -78,6 +78,17 @@ def test_a_private_class_that_the_product_has_twice_is_found(tmp_path: Path) -> 
     ]
 
 
+def test_a_private_or_inner_twin_of_a_class_is_found(tmp_path: Path) -> None:
+    inner = "def mover() -> type:\n    class Mover: ...\n\n    return Mover\n"
+    private = GOOD.replace("class Mover", "class _Mover")
+    found = _offences(tmp_path, rl_plane__mover=GOOD, worker__other=private, frontend__third=inner)
+    assert found == [
+        "frontend/third.py:2: a class Mover is also in rl_plane/mover.py:7, worker/other.py:7",
+        "rl_plane/mover.py:7: a class Mover is also in frontend/third.py:2, worker/other.py:7",
+        "worker/other.py:7: a class _Mover is also in frontend/third.py:2, rl_plane/mover.py:7",
+    ]
+
+
 def test_a_file_that_has_the_same_part_in_each_folder_may_have_the_same_name(tmp_path: Path) -> None:
     assert _offences(tmp_path, rl_plane__ipc__sender=GOOD, rl_plane__nixl__sender="") == []
 

@@ -89,7 +89,7 @@ class _Receive:
 
 
 @dataclass(eq=False, slots=True)
-class _Coming:
+class _ArrivingUpdate:
     """A coordinator's call for an update, from its arrival on."""
 
     update_id: str
@@ -137,7 +137,7 @@ class WeightUpdates:
         self.staged: StagedUpdate | None = None
         self._discarding: asyncio.Task[None] | None = None
         """The end of what was staged before."""
-        self._coming: list[_Coming] = []
+        self._coming: list[_ArrivingUpdate] = []
         self._taken: ReceiveRequest | None = None
         self._exchanged = asyncio.Event()
         """Set while no swap reads the staged weights. A delta may change them in place only then."""
@@ -400,7 +400,7 @@ class WeightUpdates:
     @contextlib.contextmanager
     def coming(self, update_id: str) -> Iterator[None]:
         """A call for this update is under way, and may wait for its turn: `drop` reaches it before it begins."""
-        one = _Coming(update_id)
+        one = _ArrivingUpdate(update_id)
         self._coming.append(one)
         try:
             yield

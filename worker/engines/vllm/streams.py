@@ -93,7 +93,7 @@ class Streams:
         made, finished = 0, False
         try:
             outputs = _Outputs(await self._submit(stream, request, prompt, lora), self._turns)
-            tokens = _Tokens(self._llm.output_processor, stream.key)
+            tokens = _EarlyTokens(self._llm.output_processor, stream.key)
             while not finished:
                 output = await outputs.next(request.gather_s if made else 0.0)
                 choice: Any = output.outputs[0] if output is not None else None
@@ -239,7 +239,7 @@ class _Outputs:
         return output or await self._queue.get()
 
 
-class _Tokens:
+class _EarlyTokens:
     """The tokens of one request, from vLLM's own state of it, which has them before an output does."""
 
     def __init__(self, processor: Any, key: str) -> None:
