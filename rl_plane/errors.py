@@ -262,7 +262,7 @@ class StaleWeights(Unavailable):
 
 
 class Stalled(Unavailable):
-    """No token came for too long, as of a fleet that is paused for ever. Those so far are good."""
+    """No token came for too long, for example because the fleet stays paused. The tokens so far are good."""
 
     code = "stalled"
 

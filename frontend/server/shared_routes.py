@@ -320,7 +320,7 @@ class SharedRoutes:
         )
 
     async def _done(self, key: str, request: DialectRequest, entry: _PathHandler) -> _DonePart | None:
-        """This very part, if it is done and its update continues."""
+        """Returns the answer to this part, if the part is done and its update continues."""
         if entry.standing is None:
             return None
         same_id = [part for part in self._parts.values() if part.request_id == request.request_id != ""]

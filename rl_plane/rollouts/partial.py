@@ -80,7 +80,7 @@ worker may have begun it. If no connection was made, or the call raises Unavaila
 of Python end the rollout: they are the caller's mistakes."""
 Stop = Callable[[], Awaitable[object]]
 """Ends the requests on the engines, which then return their tokens so far: `pause` with mode `abort`, or
-`abort_requests`. It is called again if it raises, and cancelled after `stop_s`."""
+`abort_requests`. `gather_enough` calls it again if it raises, and cancels it after `stop_s`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,7 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     async def start(self) -> EngineInfo:
-        """Builds the engine; `generate` works when it returns. If it raises, it has closed what it had started."""
+        """Builds the engine. `generate` works when it returns. If it raises, it has stopped what it had started."""
 
     @abstractmethod
     async def close(self) -> None:

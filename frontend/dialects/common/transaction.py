@@ -141,7 +141,7 @@ class Transactions:
         self._current = current
 
     async def _is_open(self, current: _Current) -> bool:
-        """Whether the update that was started here still waits for its end. Silence ends it."""
+        """Whether the update that this frontend started still waits. It expires when the trainer is silent."""
         if current.finished or current.failed:
             return False
         if not current.prepared:

@@ -28,7 +28,7 @@ lock."""
 
 
 class GroupFields(Fields):
-    """`/init_weights_update_group`"""
+    """The body of `/init_weights_update_group`."""
 
     master_address: str = Field(min_length=1, max_length=255, pattern=PRINTABLE)
     master_port: int = Field(ge=1, le=65_535)
@@ -41,7 +41,7 @@ class GroupFields(Fields):
 
 
 class GroupName(Fields):
-    """`/destroy_weights_update_group`"""
+    """The body of `/destroy_weights_update_group`."""
 
     group_name: GroupText | None = None
     """The default is the group that SkyRL has formed last, or else `weight_update_group`."""

@@ -19,7 +19,7 @@ SGLANG = "0.5.23"
 
 
 class LoadsFields(Fields):
-    """`/v1/loads`"""
+    """The body of `/v1/loads`."""
 
     include: str | None = None
     """Sections. Only `core` exists."""

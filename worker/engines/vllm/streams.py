@@ -40,7 +40,7 @@ class VllmStream:
     kv: dict[str, WeightVersion] = field(default_factory=dict)
     """Name of weights in vLLM → the base weights of the oldest KV that the request has kept under them."""
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the engine has the request, or never will: only then an abort finds it."""
+    """Set when the engine has the request, or will never get it. An abort waits for this event."""
 
 
 class Streams:

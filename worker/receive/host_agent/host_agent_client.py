@@ -118,7 +118,8 @@ class HostAgentClient:
         self._ask("take", {"staging": staging})
 
     def loaded(self, staging: str) -> None:
-        """Says that every rank has loaded what was taken. Without it the agent uses the memory no more."""
+        """Tells the agent that every rank has loaded the taken weights. Without this call the agent never uses their
+        memory again."""
         with contextlib.suppress(PlaneError):  # the swap is done
             self._ask("loaded", {"staging": staging})
 
