@@ -180,7 +180,7 @@ class EngineFailed(PlaneError):
 
 
 class EngineDied(EngineFailed):
-    """Its process is gone, and its worker ends: another one may take the request."""
+    """The engine's process has ended, and its worker ends. Another worker may take the request."""
 
     code = "engine_died"
     http_status = 503

@@ -168,7 +168,7 @@ class WeightUpdates:
         return one if one is not None and not one.cancelled.is_set() else None
 
     def report(self) -> UpdateOnWorker | None:
-        """The update that is being received or is staged. None: there is none. Never blocks."""
+        """Returns the update that this worker receives or has staged, or None. Never blocks."""
         now, one, staged = time.monotonic(), self.receiving, self.staged
         if one is not None:
             opened = one.opened.done() and not one.opened.cancelled()

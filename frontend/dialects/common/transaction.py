@@ -234,7 +234,7 @@ class Transactions:
         return entry is not None and entry.outcome == "committed"
 
     async def name_next(self, label: str) -> bool:
-        """Labels the update under way, with whichever frontend it was started. False: there is none."""
+        """Labels the update under way, even if another frontend started it. False: no update is under way."""
         current = self._current
         if current is not None and not current.prepared and await self._is_open(current):
             current.label = label

@@ -26,7 +26,7 @@ class LoadsFields(Fields):
     dp_rank: int | None = Field(None, ge=0)
     """Return only the load of this worker, by its place in the list."""
     format: str | None = None
-    """Only `json`."""
+    """The format of the reply. Only `json` is supported."""
 
 
 class RegisterFields(Fields):

@@ -55,7 +55,7 @@ class SkyrlTensorFields(Fields):
     packed: bool | None = None
     """Has the meaning of `sizes`, which it comes with."""
     extras: list[dict[str, Any]] | None = None
-    """Not supported with CUDA IPC handles."""
+    """The frontend refuses an entry with CUDA IPC handles."""
 
 
 def mount_skyrl_remote(routes: SharedRoutes, groups: Groups, updates: Updates) -> None:
