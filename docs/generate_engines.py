@@ -37,7 +37,7 @@ def of_engines(
     return f"test_engine_{part}::{name}", f"test_hf_{part}::{of_hf or name}"
 
 
-CHOICE = of_engines("test_what_a_request_allows_and_bars")
+CHOICE = of_engines("test_a_request_allows_and_bars_tokens")
 PENALTIES = of_engines("test_penalties")
 MODES = of_engines(
     "test_modes_for_gpus_are_refused_on_a_cpu", "test_bad_options_are_refused_before_anything_starts"
@@ -79,7 +79,7 @@ FEATURES = {
     ),
     "release_memory": Feature(
         "`release_memory`, `resume_memory`",
-        of_engines("test_what_it_says_of_itself", "test_the_hf_engine_describes_itself"),
+        of_engines("test_the_engine_describes_itself", "test_the_hf_engine_describes_itself"),
         "`sglang`, `vllm`: yes, with `--enable-memory-saver`",
     ),
     "deterministic": Feature(
@@ -90,7 +90,10 @@ FEATURES = {
     ),
     "ranks": Feature(
         "several ranks of tensor parallelism",
-        ("test_two_ranks::test_what_comes_from_files", "test_hf_generation::test_the_hf_engine_describes_itself"),
+        (
+            "test_two_ranks::test_updates_from_files_reach_both_ranks",
+            "test_hf_generation::test_the_hf_engine_describes_itself",
+        ),
         missing={"hf": "the hf engine has one rank"},
     ),
     "generate:seed": Feature(
@@ -140,7 +143,7 @@ FEATURES = {
     ),
     "generate:truncate_prompt_tokens": Feature(
         "`truncate_prompt_tokens` in a request",
-        of_engines("test_what_a_request_allows_and_bars", "test_the_end_of_a_prompt"),
+        of_engines("test_a_request_allows_and_bars_tokens", "test_the_end_of_a_prompt"),
     ),
 }
 """The rows by their capability in `describe`, or by a name of this file."""

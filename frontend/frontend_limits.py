@@ -50,8 +50,8 @@ class FrontendLimits:
     """Choices under way in one frontend for one component, so that requests for one model never crowd out those for
     another. A worker takes no more streams than that either."""
     lease_key_ttl_s: int = 15
-    """Three leases. A frontend that may still route stays listed, and one or two updates wait for a frontend that is
-    gone."""
+    """Three leases. A frontend that may still route stays listed, and one or two updates wait for a frontend that has
+    ended."""
     confirm_interval_s: float = SERVING_LEASE_S / 3
     """The interval of the lease's confirmations. The lease survives the loss of two."""
     fleet_calls: int = 256

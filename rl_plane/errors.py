@@ -180,7 +180,7 @@ class EngineFailed(PlaneError):
 
 
 class EngineDied(EngineFailed):
-    """Its process is gone, and its worker ends: another one may take the request."""
+    """The engine's process has ended, and its worker ends. Another worker may take the request."""
 
     code = "engine_died"
     http_status = 503
@@ -262,7 +262,7 @@ class StaleWeights(Unavailable):
 
 
 class Stalled(Unavailable):
-    """No token came for too long, as of a fleet that is paused for ever. Those so far are good."""
+    """No token came for too long, for example because the fleet stays paused. The tokens so far are good."""
 
     code = "stalled"
 

@@ -168,7 +168,8 @@ class GenerationService:
     async def _serve_traced(
         self, stream_id: str, body: dict[str, Any], sender: StreamSender, parent: TraceContext | None
     ) -> None:
-        """`parent`: the span of the frontend's try. None: it has none, and then the worker makes none."""
+        """Serves the stream within a trace span. `parent`: the trace span of the frontend's attempt. None: the
+        frontend has none, and the worker makes none."""
         span = OFF
         if parent is not None:
             span = tracing.begin("generate", parent, worker=self._state.instance_id, request_id=stream_id)

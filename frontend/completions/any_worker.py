@@ -21,7 +21,7 @@ from rl_plane.errors import (
 from rl_plane.membership.core import Member
 
 MAX_ASKED = 3
-"""The number of workers that are asked, one after another, while each dies or leaves before it answers."""
+"""The most workers that the frontend asks, one after another, if each dies or leaves before it answers."""
 
 
 async def ask_any(

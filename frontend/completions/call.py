@@ -151,7 +151,7 @@ class GenerationCall:
     # ---- the events ----
 
     async def _begin(self) -> tuple[str, AsyncGenerator[tuple[int, Arrival], None]]:
-        """The model as the reply names it, and the events."""
+        """Returns the model's name for the reply, and the events."""
         plan = self._plan
         with self._service.engines.aborts.of(plan.made_id, choices=len(plan.requests)) as ending:
             model = await ending.unless_aborted(self._prepared())
@@ -160,7 +160,7 @@ class GenerationCall:
         return model, self._events()
 
     async def _prepared(self) -> str:
-        """Completes the plan, and returns the model as the reply names it. Waits for a first worker, and for a worker
+        """Completes the plan, and returns the model's name for the reply. Waits for a first worker, and for a worker
         that checks the tools."""
         plan = self._plan
         models = await self._service.models_for(plan.model)

@@ -58,7 +58,7 @@ class VllmSampling(SamplingBody):
 
 
 class VllmGenerateBody(DemandFields):
-    """POST /inference/v1/generate"""
+    """The body of `POST /inference/v1/generate`."""
 
     model_config = STRICT
 
@@ -147,7 +147,7 @@ class SglangSampling(SglangForms, SamplingFields):
     """Default 128, or as many as there is room for. 0: the reply has no tokens, only the scores of the prompt."""
     min_new_tokens: int | None = Field(None, ge=0)
     sampling_seed: int | None = Field(None, ge=0, lt=MAX_SEED)
-    """Choice i gets this + i."""
+    """The seed of the first choice. Choice i gets this seed plus i."""
     no_stop_trim: bool | None = None
     """End the text after the stop string. Only `skip_special_tokens` removes stop tokens from the text."""
 
@@ -158,7 +158,7 @@ class SglangSampling(SglangForms, SamplingFields):
 
 
 class SglangGenerateBody(DemandFields):
-    """POST /generate"""
+    """The body of `POST /generate`."""
 
     model_config = STRICT
 

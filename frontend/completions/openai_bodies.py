@@ -185,12 +185,12 @@ class GenerationBody(SamplingBody, SglangForms, DemandFields):
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions"""
+    """The body of `POST /v1/completions`."""
 
     prompt: str | TokenIds | list[str] | list[TokenIds] | None = None
     """With several prompts, choice j of prompt i has the index i * n + j."""
     add_special_tokens: bool | None = None
-    """Add the special tokens that the tokenizer puts around a text. Default true, as in `/tokenize`."""
+    """Whether the tokenizer adds its special tokens. Default true, as in `/tokenize`."""
     max_tokens: int | None = Field(None, ge=0)
     """0, with `echo`: the reply has the prompt and its scores, and no new token."""
     echo: bool | None = None
@@ -203,8 +203,11 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(GenerationBody, TemplateBody):
-    """POST /v1/chat/completions. With `prompt_token_ids`, the fields of the template are checked and do not change
-    the prompt; `tools` and `tool_choice` have their effect on the reply all the same."""
+    """The body of `POST /v1/chat/completions`.
+
+    With `prompt_token_ids` the frontend checks the fields of the template, but they do not change the prompt. `tools`
+    and `tool_choice` still change the reply.
+    """
 
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
     """none: the template gets no tools. auto: a worker's parser reads the calls that the model has written, and the

@@ -65,7 +65,7 @@ def _logprobs(chat: bool, made: Choice | GenerateDelta, offsets: list[int]) -> d
 
 
 def _name(token: int, texts: Mapping[str, str]) -> str:
-    """The token's text. Its id if the caller asked for ids, or if the worker has no tokenizer."""
+    """Returns the token's text, or its id if the caller asked for ids or the worker has no tokenizer."""
     text = texts.get(str(token))
     return token_name(token) if text is None else text
 

@@ -35,7 +35,8 @@ from rl_plane.protocol.validation import invalid_from_pydantic, parse_body
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""
 DEFAULT_CHAT_TOKENS = 256
-"""OpenAI's default is "until the context is full", which would let a model under training run away."""
+"""The default of `max_tokens` for chat. OpenAI's default is the whole context, which a model under training would often
+fill."""
 
 
 SAMPLED = SamplingBody.model_fields.keys() - {"n"}
@@ -82,7 +83,7 @@ class Plan:
     auto_tools: AutoTools | None = None
     """The tools that the model may call by itself, if the reply shall have its calls apart from its text."""
     any_length: bool = False
-    """The caller did not choose `max_tokens`, so fewer tokens will do where there is no room for so many."""
+    """Whether `max_tokens` is the default. The worker then makes fewer tokens if the context is full."""
 
     @property
     def made_id(self) -> str:

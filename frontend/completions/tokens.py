@@ -19,17 +19,17 @@ from rl_plane.protocol.worker_ops import Tokenize
 
 
 class TokenizeBody(TemplateBody):
-    """POST /tokenize: `prompt` or `messages`"""
+    """The body of `POST /tokenize`: `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None
-    """Add the special tokens that the tokenizer puts around a prompt. Default true, as in `/v1/completions`."""
+    """Whether the tokenizer adds its special tokens. Default true, as in `/v1/completions`."""
 
 
 class DetokenizeBody(BaseModel):
-    """POST /detokenize"""
+    """The body of `POST /detokenize`."""
 
     model_config = STRICT
 

@@ -64,7 +64,7 @@ class LockAndPause:
         self.take_pause(_entry(PAUSE, message))
 
     def take_lock(self, entry: Entry | None) -> None:
-        """Takes the lock's entry, unless it is older than what was heard. None: there is none."""
+        """Takes the lock's entry, unless it is older than the last one. None: no call holds the lock."""
         sequence = entry.sequence if entry is not None else 0
         if sequence < self._lock_sequence:
             return

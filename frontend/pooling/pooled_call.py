@@ -15,8 +15,8 @@ from rl_plane.errors import Unavailable, Unlabelled
 from rl_plane.protocol.generation import GenerateRequest
 
 MAX_ROUNDS = 8
-"""The times that inputs are computed again because the others are of a later version. Each round needs an update of the
-fleet in the middle of the call."""
+"""The most rounds in which a call computes inputs again, because a later version computed its other inputs. Each round
+needs an update of the fleet during the call."""
 
 
 class PooledCall(GenerationCall):

@@ -49,7 +49,7 @@ class InputBody(PoolingBody, TemplateBody):
 
 
 class EmbeddingsBody(InputBody):
-    """POST /v1/embeddings"""
+    """The body of `POST /v1/embeddings`."""
 
     encoding_format: Literal["float", "base64"] | None = None
     """`base64`: the float32 numbers, little-endian."""
@@ -60,14 +60,14 @@ class EmbeddingsBody(InputBody):
 
 
 class ClassifyBody(InputBody):
-    """POST /classify, in vLLM's form"""
+    """The body of `POST /classify`, in vLLM's form."""
 
     activation: bool | None = None
     """The name of `use_activation` in older versions of vLLM."""
 
 
 class SglangPoolBody(PoolingBody):
-    """POST /classify and POST /encode, in SGLang's form"""
+    """The body of `POST /classify` and `POST /encode`, in SGLang's form."""
 
     text: Any = None
     """A text, or a list of texts."""
@@ -84,7 +84,7 @@ PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), (
 
 
 class ScoreBody(PoolingBody):
-    """POST /score, in vLLM's form: two sides, by one pair of names."""
+    """The body of `POST /score`, in vLLM's form: two sides, by one pair of names."""
 
     text_1: Any = None
     """A text, or as many as `text_2` has."""

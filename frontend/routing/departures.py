@@ -20,9 +20,9 @@ from rl_plane.protocol.notices import ExitNotice
 log = logging.getLogger("frontend.routing.departures")
 
 NO_MEMBER = "start"
-"""The reason of a process that has ended before it was a member. It is listed, and not counted."""
+"""The reason for a process that ended before it was a member. The frontend lists the process and does not count it."""
 KEPT = 100
-"""The workers that are remembered: more than an operator reads."""
+"""The most workers that the frontend remembers: more than an operator reads."""
 KEPT_S = 3600.0
 """An operator who is called looks within the hour. The log has what came before."""
 MAX_WHY_CHARS = 300

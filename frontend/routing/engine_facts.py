@@ -17,9 +17,9 @@ class WorkerWork:
     prompt_tokens: int = 0
     """Prompt tokens of the requests that have begun since the worker's start."""
     tokens_made: int = 0
-    """Tokens that the engine has made since then."""
+    """Tokens that the engine has made since the worker's start."""
     running: int | None = None
-    """The engine's own count. None here and below: the engine does not tell it."""
+    """The engine's own count. None here and below: the engine does not report it."""
     waiting: int | None = None
     kv_usage: float | None = None
     preemptions: int | None = None

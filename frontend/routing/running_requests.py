@@ -21,9 +21,9 @@ class RunningChoice:
         self.began_at = self.last_at = now
         """Monotonic seconds. `last_at`: of the last token, or of the move to another worker."""
         self.worker: str | None = None
-        """The instance id of the worker that has it. None: it waits for a worker."""
+        """The instance id of the worker that has the request. None: the request waits for a worker."""
         self.tries = 0
-        """The workers that it was sent to so far."""
+        """The number of workers that the frontend has sent the request to."""
         self._progress = progress
 
     def sent_to(self, worker: str, now: float) -> None:

@@ -168,7 +168,7 @@ class _PathHandler:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _DonePart:
     """The answer to a part of an update that is done."""
 
     standing: object
@@ -189,7 +189,7 @@ class SharedRoutes:
         self._entries: dict[tuple[Method, str], list[_PathHandler]] = {}
         self._in_flight: InFlight[Any] = InFlight(MAX_IN_FLIGHT, log)
         self._large_bodies = asyncio.Semaphore(MAX_LARGE)
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _DonePart] = {}
         """The answers to parts, also of updates that have ended since: each names its update."""
 
     def add(
@@ -319,8 +319,8 @@ class SharedRoutes:
             op, request.request_id, content, lambda: self._run(part, request, entry)
         )
 
-    async def _done(self, key: str, request: DialectRequest, entry: _PathHandler) -> _Part | None:
-        """This very part, if it is done and its update continues."""
+    async def _done(self, key: str, request: DialectRequest, entry: _PathHandler) -> _DonePart | None:
+        """Returns the answer to this part, if the part is done and its update continues."""
         if entry.standing is None:
             return None
         same_id = [part for part in self._parts.values() if part.request_id == request.request_id != ""]
@@ -344,7 +344,7 @@ class SharedRoutes:
             with contextlib.suppress(PlaneError):  # the part is done even if its update cannot be read
                 standing = await entry.standing()
                 if standing is not None:
-                    self._parts[key] = _Part(standing, request.request_id, answer)
+                    self._parts[key] = _DonePart(standing, request.request_id, answer)
             while len(self._parts) > MAX_PARTS:
                 del self._parts[next(iter(self._parts))]
         return answer

@@ -6,7 +6,7 @@ import socket
 
 
 def own_address(host: str, port: int) -> str:
-    """This machine's address on the network by which it reaches `host`. OSError: there is none."""
+    """Returns this machine's address on the network by which it reaches `host`. Raises OSError if there is none."""
     why = OSError(f"{host!r} has no address")
     for family, _, _, _, there in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         try:

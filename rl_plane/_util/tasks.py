@@ -14,7 +14,8 @@ log = logging.getLogger("rl_plane._util.tasks")
 
 ROUND_S = 0.5
 ROUNDS = 10
-"""A library may swallow a cancellation, so it is sent again. After this many tries the task is left, and logged."""
+"""A library may swallow a cancellation, so the caller repeats it. After this many tries the caller logs the task and
+leaves it."""
 
 
 Cancelled = Callable[[], bool]

@@ -44,7 +44,7 @@ class Permissions:
     subscribe: Sequence[str]
     deny_publish: Sequence[str] = field(default=())
     answers: bool = False
-    """Whether it may answer requests, on the subject that each request names."""
+    """Whether the key may answer requests, on the subject that each request names."""
 
 
 def permissions(role: Role, fleets: Sequence[Subjects], inbox: str, instance_id: str = "*") -> Permissions:

@@ -392,7 +392,7 @@ class IncomingStream:
 
 
 def unreadable(why: str) -> EngineFailed:
-    """The error of a stream with a message that no worker sends."""
+    """Returns the error for a stream with a message that no worker of this version sends."""
     return EngineFailed(
         f"the worker's stream can't be read: {why}",
         fix="install the same version of rl-plane for the worker and for the frontend",

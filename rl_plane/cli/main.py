@@ -39,7 +39,7 @@ def build_group() -> click.Group:
     from rl_plane.cli.doctor import doctor_command
     from rl_plane.cli.explain import explain_command
 
-    class Group(click.Group):
+    class OrderedGroup(click.Group):
         def list_commands(self, ctx: click.Context) -> list[str]:
             return list(self.commands)
 
@@ -59,7 +59,7 @@ def build_group() -> click.Group:
         serve.demo_command(),
     ]
     doc = "The control plane of a fleet of LLM inference engines. Each flag has a variable RL_PLANE_…."
-    group = Group("rl-plane", commands=commands, help=doc, no_args_is_help=False)
+    group = OrderedGroup("rl-plane", commands=commands, help=doc, no_args_is_help=False)
     return click.version_option(importlib.metadata.version("rl-plane"), message="rl-plane %(version)s")(group)
 
 

@@ -292,7 +292,7 @@ def _flat(row: Reply) -> dict[str, Any]:
 
 
 def version_words(version: Any, digest: bool = False) -> str:
-    """A version's sequence and label, and perhaps the first digits of its digest."""
+    """Returns a version's sequence and label, with `digest` also the first digits of its digest."""
     if not isinstance(version, Mapping):
         return str(version)
     words = f"{version.get('sequence')} ({version.get('label')})"

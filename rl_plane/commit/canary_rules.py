@@ -60,7 +60,7 @@ class Verdict:
     token in it."""
     expected: float | None = None
     measured: float | None = None
-    """The two log probabilities at that place."""
+    """The expected and the measured log probability at that place."""
     mismatch_kl: float | None = None
     """The mean of exp(d) - 1 - d over all tokens, where d is the expected minus the measured log probability."""
     warning: str = ""

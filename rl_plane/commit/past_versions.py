@@ -75,7 +75,7 @@ def before_of(entry: UpdateEntry) -> VersionSource | None:
 
 
 def source_of(entry: UpdateEntry, members: Iterable[Member]) -> dict[str, Any]:
-    """The transport that brings a committed version back. Conflict says why there is none."""
+    """Returns the transport that brings a committed version again. Raises Conflict if there is none."""
     label, before = entry.label, before_of(entry)
     if not entry.refetchable or (before is not None and not before.from_scratch):
         raise Conflict(

@@ -12,7 +12,7 @@ MAX_FAILED = 32
 
 
 def asked_of(instruction: Instruction) -> dict[str, str | int]:
-    """The op, and the number of the workers that are asked."""
+    """Returns the op, and the number of workers that the coordinator asks."""
     match instruction:
         case SendOp():
             return {"op": instruction.op, "workers": len(instruction.workers)}

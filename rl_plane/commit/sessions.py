@@ -199,7 +199,7 @@ def complete(state: CommandState) -> Steps:
 def _session(
     state: CommandState, committed_fix: str
 ) -> Generator[Instruction, Any, tuple[UpdateSession, DecisionRecord]]:
-    """The prepared update that the command names. Conflict, with `committed_fix`: it is committed already."""
+    """Returns the prepared update that the command names. Raises Conflict, with `committed_fix`, if it is committed."""
     session, base = yield from survey(state, lambda waiting: True)
     if _is_decided(state, session, base):
         raise committed_already(base.update_id, base.made, committed_fix)

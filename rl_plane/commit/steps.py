@@ -228,7 +228,7 @@ class RecordAcks:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A write that the server has taken."""
+    """A write that the server has accepted."""
 
     record: DecisionRecord
     """The record as the server has it, with the fence of this coordinator."""

@@ -120,7 +120,7 @@ def ended(entry: UpdateEntry) -> PlaneError:
 
 
 def facts_of(call: FleetCall[Any], out: FanOut) -> dict[str, Any]:
-    """The rows and the fleet's identity, as an error's facts."""
+    """Returns the rows and the fleet's identity for the facts of an error."""
     head = merged(call, out)
     del head["status"]
     return head

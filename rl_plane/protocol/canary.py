@@ -321,7 +321,7 @@ class CanaryHistory(Stored):
 
 
 def first_kinds(values: Mapping[str, Vectors]) -> dict[str, Vectors]:
-    """At most MAX_KINDS of them, by the order of their names."""
+    """Returns the vectors of the first MAX_KINDS kinds, in the order of their names."""
     return {kind: values[kind] for kind in sorted(values)[:MAX_KINDS]}
 
 

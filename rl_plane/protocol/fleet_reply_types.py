@@ -214,7 +214,7 @@ class FleetState(Merged):
     """The label that every worker serves. None: they differ."""
     loras: list[str]
     version: VersionReply | None
-    """The committed version. None: there is none yet."""
+    """The committed version. None: no version is committed yet."""
     adapters: dict[str, VersionReply]
     """Adapter → its committed version."""
     sources: list[dict[str, Any]]

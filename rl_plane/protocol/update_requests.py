@@ -393,7 +393,7 @@ class FollowRecord(Body):
 
 class FollowedReply(TypedDict):
     sequence: int | None
-    """The sequence of the newest record that the worker knows, which may be a newer one."""
+    """The sequence of the newest record that the worker knows. It may be newer than the record in the call."""
 
 
 class RecordReport(TypedDict):
@@ -523,8 +523,8 @@ class _Update(Body):
     """The trainer's step, for the history (`GET /v1/rl/updates`)."""
     digest: str | None = Field(None, pattern=DIGEST)
     """The version's digest, `xxh3:…` or `blake3:…`, as the trainer computed it. The update fails if the workers' bytes
-    have another one. None: the workers' digests are only compared with one another, and with those beside the
-    weights."""
+    have another digest. None: the coordinator compares the workers' digests only with one another, and with the digests
+    beside the weights."""
     digest_algorithm: DigestAlgorithm | None = None
     """The hash, where neither `digest` nor digests beside the weights tell it: for a digest that comes with
     `complete_weights_update`, or after the last byte. None: `xxh3`."""

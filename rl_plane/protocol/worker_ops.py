@@ -230,7 +230,7 @@ class HostReply(TypedDict):
     memory_limit: str
     """The limit that leaves the least memory, such as that of a control group."""
     shm_free_bytes: int | None
-    """The free bytes of /dev/shm. None: there is none."""
+    """The free bytes of /dev/shm. None: the machine has no /dev/shm."""
     lacking: dict[str, str]
     """Transport → why this worker does not have it, although its code is installed."""
     roots: list[RootReply]

@@ -279,7 +279,7 @@ class Attempt:
         return False
 
     def committed_by_all(self) -> dict[str, Any]:
-        """The update's reply. If workers have joined that can't fetch the version, it is sent again for them."""
+        """Returns the update's reply. Sends the version again for workers that have joined and can't fetch it."""
         try:
             return self._committed()
         except MembershipChanged as error:

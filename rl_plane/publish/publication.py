@@ -167,7 +167,7 @@ class RunningPublication(Publication):
             self._idle = False
 
     def pause_reading(self) -> None:
-        """No thread reads the tensors until the next `begin_reading`."""
+        """Says that no thread reads the tensors until the next `begin_reading`."""
         with self._lock:
             self._idle = True
             if self._given_up is not None:

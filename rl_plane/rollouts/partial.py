@@ -48,8 +48,8 @@ TRIES = 5
 death, the end of a connection, and a time-out of the client each use one try. A request that no worker has begun,
 because all are full, closed or restarting, is sent again until the time is over."""
 BEGUN = (WorkerLost, WrongNumerics, Unlabelled, StaleWeights, Stalled)
-"""Errors of a request that a worker had begun. They count as tries, so that a request that kills its workers is not
-sent for ever."""
+"""Errors of a request that a worker had begun. They count as tries, so a rollout sends a request that kills its
+workers only a few times."""
 OF_NO_CONNECTION = (ConnectionRefusedError, socket.gaierror)
 NAMED_SO = ("ClientConnector", "ConnectError", "ConnectTimeout", "ConnectionTimeout", "NewConnection", "Pool")
 """The beginnings of HTTP libraries' names for errors of a request that has reached no server."""
@@ -80,7 +80,7 @@ worker may have begun it. If no connection was made, or the call raises Unavaila
 of Python end the rollout: they are the caller's mistakes."""
 Stop = Callable[[], Awaitable[object]]
 """Ends the requests on the engines, which then return their tokens so far: `pause` with mode `abort`, or
-`abort_requests`. It is called again if it raises, and cancelled after `stop_s`."""
+`abort_requests`. `gather_enough` calls it again if it raises, and cancels it after `stop_s`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class AnnouncedDelivery(GrowingDelivery, Generic[S]):
         self._again = again
         self._whole = False
         self._asked_only = False
-        """The trainer has only asked whether its tensors fit. It sends nothing before the answer, so groups are in
+        """Whether the trainer only asked if its tensors fit. It sends nothing before the answer, so groups are in
         step."""
         self._receiving = False
         self._asked: dict[str, TensorSpec] = {}

@@ -125,8 +125,9 @@ class Delivery(ABC):
     """True if the delivery calls `came` itself. Else the receiver counts each tensor that is yielded."""
 
     came: Callable[[int], None] = staticmethod(_not_counted)
-    """To be called with the number of bytes that have come since the last call. The receiver sets it before `tensors`.
-    A delivery that gets many tensors at once should call it, because an operator reads from it how far an update is."""
+    """The delivery calls it with the number of bytes that came since the last call. The receiver sets it before
+    `tensors`. A delivery that gets many tensors at once should call it, because it shows operators the progress of an
+    update."""
 
     @abstractmethod
     def tensors(self, cancelled: Cancelled, /) -> Iterator[tuple[str, HostTensor]]:

@@ -95,14 +95,14 @@ def encode(old: Bytes, new: Bytes, width: int, threads: Executor | None = None) 
         before, after = (np.frombuffer(end, "<u8") for end in ends)
         pairs.append((before, after))
     most = max((len(one) for one, _ in pairs), default=0) * (WORD // width)
-    found: list[_Found | None] = [None] * len(pairs)
+    found: list[_PartEntries | None] = [None] * len(pairs)
     jobs = enumerate(pairs)
 
     def compare() -> None:
         gaps, values = np.empty(most, np.uint16), np.empty(most, kind)
         for number, (one, other) in jobs:
             entries, left = scan(one, other, gaps, values)
-            found[number] = _Found(gaps[:entries].copy(), values[:entries].copy(), left)
+            found[number] = _PartEntries(gaps[:entries].copy(), values[:entries].copy(), left)
 
     helping: list[Future[None]] = []
     if threads is not None and nbytes >= PARALLEL_BYTES:
@@ -177,7 +177,7 @@ def _compiled(width: int) -> _Scan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _PartEntries:
     """The entries of one part."""
 
     gaps: Array
@@ -186,7 +186,7 @@ class _Found:
     """The number of elements after the last entry; all elements if there is none."""
 
 
-def _joined(parts: list[_Found], nbytes: int, width: int) -> bytes | None:
+def _joined(parts: list[_PartEntries], nbytes: int, width: int) -> bytes | None:
     import numpy as np
 
     gaps: list[Any] = []

@@ -100,7 +100,7 @@ async def test_no_directory_means_the_broadcaster(http: httpx.AsyncClient, body:
     assert await served(http) == before
 
 
-async def test_what_can_not_be_is_refused_once_and_by_name(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_an_impossible_call_is_refused_without_5xx(plane: Plane, http: httpx.AsyncClient) -> None:
     """prime-rl's client repeats after every 5xx, so none of these errors is a 5xx."""
     before = fine(await http.get("/v1/rl/state"))["version"]
     nccl = {

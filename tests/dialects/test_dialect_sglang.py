@@ -123,7 +123,7 @@ async def test_weights_from_disk(plane: Plane) -> None:
         assert await served(http) == [(True, "new")] * 2
 
 
-async def test_what_is_refused_by_name(plane: Plane) -> None:
+async def test_a_call_that_the_fleet_can_not_do_is_refused_by_its_field(plane: Plane) -> None:
     plane.spawn_copies(2)
     group = {
         "master_address": "127.0.0.1",
@@ -248,7 +248,7 @@ async def test_an_update_does_not_wait_for_the_end_of_another_callers_pause(plan
         assert [label for _, label in await served(http)] == ["one"] * 2
         fine(await http.post("/pause_generation", json={}))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Fleet, "_on_each", on_nobody)
+            patch.setattr(Fleet, "_on_each", on_no_worker)
             failed = await http.post("/v1/rl/pause", json={})
         assert failed.status_code == 503, "what it would have replaced stands"
         assert not any(await send(2, "two"))
@@ -267,8 +267,8 @@ async def test_an_update_does_not_wait_for_the_end_of_another_callers_pause(plan
         assert await served(http) == [(True, "four")] * 2
 
 
-async def on_nobody(*_: Any) -> Any:
-    raise Unavailable("nobody was asked")
+async def on_no_worker(*_: Any) -> Any:
+    raise Unavailable("no worker was asked")
 
 
 async def test_without_vllms_dialect_its_bodies_are_sglangs(plane: Plane) -> None:

@@ -84,7 +84,7 @@ async def _slime(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
             reply = await replay.send(groups[number % 2], directory, part, **body)
             assert fine(reply)["success"] is True
             # Its answer was lost on the way, and a rollout's client came between: the same call, and no broadcast.
-            await replay.http.post("/abort_request", json={"rid": "nobody"})
+            await replay.http.post("/abort_request", json={"rid": "unknown"})
             again = {**part, "group_name": groups[number % 2], **body}
             assert await replay.post("/update_weights_from_distributed", again) == reply.json()
             assert (await served(http))[0][1] == ("initial" if step == 1 else "1"), "nothing has changed yet"

@@ -53,7 +53,7 @@ async def streaming(
     return events
 
 
-async def test_what_clients_ask_before_they_begin(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_the_reading_routes_answer_before_the_first_update(plane: Plane, http: httpx.AsyncClient) -> None:
     assert fine(await http.request("GET", "/get_world_size", json={})) == {"world_size": 3}
     assert fine(await http.get("/get_world_size?include_dp=false")) == {"world_size": 3}
     assert fine(await http.get("/weight_info")) == {"weight_version": "initial"}
@@ -100,7 +100,7 @@ async def test_requests_are_ended_and_counted_over_the_fleet(http: httpx.AsyncCl
     assert fine(await http.post("/abort_requests", json={})) == {"status": "aborted", "aborted": 3}
     for stream in streams:
         assert len(await stream) < 4000
-    assert fine(await http.post("/abort_requests", json={"request_ids": ["nobody"]}))["aborted"] == 0
+    assert fine(await http.post("/abort_requests", json={"request_ids": ["unknown"]}))["aborted"] == 0
 
 
 async def test_a_caller_ends_its_request_by_its_own_name(http: httpx.AsyncClient) -> None:
@@ -121,7 +121,7 @@ async def test_a_caller_ends_its_request_by_its_own_name(http: httpx.AsyncClient
         for event in events:
             await event.wait()
     for name, path, body in (
-        ("mine", "/abort_requests", {"request_ids": ["mine", "nobody"]}),
+        ("mine", "/abort_requests", {"request_ids": ["mine", "unknown"]}),
         ("yours", "/abort_request", {"rid": "yours"}),
         ("theirs", "/abort_requests", {"request_ids": ["theirs"]}),
     ):
@@ -281,7 +281,7 @@ from rl_plane.errors import EngineFailed
 go_on = fake.FakeEngine.resume
 async def resume(self):
     if Path({flag!r}).exists():
-        raise EngineFailed("it does not go on")
+        raise EngineFailed("it does not continue")
     await go_on(self)
 fake.FakeEngine.resume = resume
 """
@@ -306,7 +306,7 @@ FULL = """
 import worker.engines.fake.adapter as fake
 from rl_plane.errors import EngineFailed
 async def release_memory(self, tags):
-    raise EngineFailed("it can't let go")
+    raise EngineFailed("it can't release memory")
 fake.FakeEngine.release_memory = release_memory
 """
 
@@ -457,7 +457,7 @@ async def test_an_update_while_another_one_holds_the_fleet_is_a_503_that_may_be_
     assert await served(http) == [(True, "2")] * 3
 
 
-async def test_what_is_out_of_order_or_impossible_is_refused_by_name(
+async def test_a_call_out_of_order_or_impossible_is_refused_by_its_field(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
     tcp = {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 4}

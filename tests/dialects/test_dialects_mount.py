@@ -460,7 +460,7 @@ def test_an_error_after_a_transfer_began_does_not_ask_for_a_repeat(raised: Any, 
 @pytest.mark.parametrize(
     ("raised", "status"), [(Locked("x"), 409), (NoWorkers("x"), 409), (Unsupported("x"), 501)]
 )
-def test_what_was_sent_is_not_sent_again_to_a_fleet_that_is_taken_or_gone(raised: Any, status: int) -> None:
+def test_a_call_that_began_fails_with_a_status_that_clients_do_not_retry(raised: Any, status: int) -> None:
     with pytest.raises(PlaneError) as caught, begun(NOT_POSSIBLE):
         raise raised
     assert caught.value.http_status == status

@@ -72,7 +72,7 @@ async def test_a_part_that_comes_again_when_it_is_done(plane: Plane) -> None:
             for part in parts:
                 told = fine(await http.post(path, json=part))
                 assert "have come" in told["message"]
-                await http.post("/abort_request", json={"rid": "nobody"})  # of a rollout's client
+                await http.post("/abort_request", json={"rid": "unknown"})  # of a rollout's client
                 assert fine(await http.post(path, json=part)) == told
             assert fine(await http.post(path, json=parts[0]))["message"].startswith("1 tensors have come, 1 of")
             done = fine(await http.post(path, json=last))

@@ -134,7 +134,7 @@ async def test_adapters(plane: Plane) -> None:
             assert "lost" not in fine(await http.get("/v1/rl/state"))["adapters"]
 
 
-async def test_what_is_refused_changes_nothing(plane: Plane) -> None:
+async def test_refused_tensors_change_nothing(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, 1)
     async with facade(plane) as http:

@@ -225,7 +225,7 @@ def test_an_engines_own_ways_stand_beside_ours() -> None:
 
 @pytest.mark.bench
 @pytest.mark.engines("vllm")
-def test_what_an_update_costs_long_contexts() -> None:
+def test_the_kept_kv_benchmark_prints_its_ratios() -> None:
     said = printed("bench.kept_kv", "--streams", "2", "--context", "200", "--window-s", "1", "--rounds", "1")
     found = json.loads(said[said.index("{") :])
     assert found["keep_to_no_update"] > 0
@@ -234,7 +234,7 @@ def test_what_an_update_costs_long_contexts() -> None:
 
 @pytest.mark.bench
 @pytest.mark.engines("vllm", "sglang")
-def test_what_an_update_adds_to_host_memory() -> None:
+def test_the_host_memory_benchmark_prints_a_row_for_each_engine_and_node() -> None:
     rows = [row.split(" | ") for row in printed("bench.host_memory", "--quick", "--ranks", "1").splitlines()[2:]]
     assert [row[0] for row in rows] == ["| sglang, 1", "| vllm, 1"]
     assert {len(row) for row in rows} == {7}
@@ -243,7 +243,7 @@ def test_what_an_update_adds_to_host_memory() -> None:
 
 
 @pytest.mark.bench
-def test_what_an_update_takes_of_memory() -> None:
+def test_the_memory_benchmark_prints_a_row_for_each_transport() -> None:
     ways = {
         "filesystem": [""],
         "gloo": ["", ", wait false"],

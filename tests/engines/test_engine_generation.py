@@ -71,7 +71,7 @@ async def test_the_engine_keeps_the_contract(
 # what it is
 
 
-async def test_what_it_says_of_itself(kind: Kind, engine: OffersMemory, info: EngineInfo) -> None:
+async def test_the_engine_describes_itself(kind: Kind, engine: OffersMemory, info: EngineInfo) -> None:
     assert (info.engine, info.dtype, info.device, info.world_size) == (kind.name, "bfloat16", "cpu", 1)
     assert info.vocab_size == VOCAB_SIZE
     assert (info.max_model_len, info.max_adapters) == (kind.max_model_len, kind.places)
@@ -216,7 +216,7 @@ async def test_seeds_of_a_prompt_that_is_computed_in_parts(engine: OffersMemory,
     assert (await run(engine, seeded.model_copy(update={"id": "again"}))).tokens == in_parts.tokens
 
 
-async def test_what_a_request_allows_and_bars(kind: Kind, engine: OffersMemory, models: Models) -> None:
+async def test_a_request_allows_and_bars_tokens(kind: Kind, engine: OffersMemory, models: Models) -> None:
     await update(engine, models.tiny[1], 7)
     prompt = prompt_of(3, 2 * BATCH_TOKENS)
     first, second = (await run(engine, ask(prompt, max_tokens=2))).tokens

@@ -201,7 +201,7 @@ async def test_requests_continue_with_a_replaced_adapter(engine: OffersMemory, m
 
 
 @pytest.mark.parametrize("then", ["unload", "wait"])
-async def test_what_follows_the_swap_of_an_adapter_in_one_pause(
+async def test_a_frozen_request_survives_the_swap_of_its_adapter_and_a_second_call_in_one_pause(
     engine: OffersMemory, models: Models, then: str
 ) -> None:
     """The adapter's frozen requests are neither lost nor forgotten."""

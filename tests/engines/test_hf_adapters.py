@@ -318,7 +318,7 @@ async def test_the_base_is_exact_before_beside_and_after_adapters(
     assert [(await other.end()).finish for other in others] == ["abort", "abort"]
 
 
-async def test_prompt_logprobs_are_the_adapters(
+async def test_prompt_logprobs_come_from_the_adapter(
     start: Start, tiny: Path, made_by_peft: dict[str, Path], plain: dict[str | None, Any]
 ) -> None:
     engine = await start(tiny, page_size=8, max_batch_tokens=32)
@@ -513,7 +513,7 @@ async def test_unloading_ends_its_requests_and_no_others(
 # what is refused
 
 
-def test_what_peft_saves_is_what_is_asked_for(tiny: Path, made_by_peft: dict[str, Path]) -> None:
+def test_an_adapter_expects_the_tensors_that_peft_saves(tiny: Path, made_by_peft: dict[str, Path]) -> None:
     from safetensors.torch import load_file
 
     from worker.engines.hf.peft_layers import ModelAdapters

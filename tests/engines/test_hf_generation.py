@@ -165,7 +165,7 @@ async def test_a_prompt_is_scored_by_the_weights_of_the_first_token(
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-async def test_what_noise_computed_is_behind_no_labelled_token(
+async def test_no_labelled_token_depends_on_weights_of_noise(
     start: Start, models: Models, plain: Any, in_place: bool
 ) -> None:
     """The noise is neither in a half-computed prompt nor in a request that generated tokens from it."""
@@ -362,7 +362,7 @@ async def test_an_abort_ends_a_request_that_is_tokenized_still(
     assert (await run(engine, ask(prompt="hello world"))).finish == "length"
 
 
-async def test_what_a_request_allows_and_bars(start: Start, models: Models, plain: Any) -> None:
+async def test_a_request_allows_and_bars_tokens(start: Start, models: Models, plain: Any) -> None:
     """Each token is the likeliest of the tokens that are left, and its logprob is the raw one."""
     engine = await start(models.tiny)
     prompt = prompt_of(1, 9)

@@ -495,7 +495,9 @@ async def test_checks_see_every_change(start: Start, models: Models) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-async def test_what_the_model_ties_comes_as_one(start: Start, tmp_path: Path, in_place: bool) -> None:
+async def test_tied_tensors_are_accepted_only_if_they_are_equal(
+    start: Start, tmp_path: Path, in_place: bool
+) -> None:
     """Without the other name the tensor would belong to the version, but no engine would serve it."""
     from safetensors.torch import load_file, save_file
 

@@ -674,7 +674,7 @@ async def own_api(engine: str, requests: list[dict[str, Any]], model: Path, tmp:
     return replies
 
 
-async def test_each_says_what_it_says_by_its_own_api(
+async def test_the_engines_generate_the_same_tokens_as_without_the_plane(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     """Called directly, in a process without any of ours: greedy, and where its own seeds do something, sampled."""

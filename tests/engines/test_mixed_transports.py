@@ -69,7 +69,7 @@ async def test_weights_by_url(mixed: Mixed, client: RlClient, http: httpx.AsyncC
     await mixed.witnessed(client)
 
 
-async def test_what_is_shared_on_one_machine(
+async def test_ipc_updates_reach_all_three_engines(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, trainer_of: Callable[..., ipc_trainer.Trainer]
 ) -> None:
     many, label = len(mixed.ids), {"policy": {"staging": "none"}, "version": "ipc 2"}
@@ -88,7 +88,7 @@ async def test_what_is_shared_on_one_machine(
     await mixed.witnessed(client)
 
 
-async def test_what_a_trainer_says_to_one_sglang_server(
+async def test_updates_for_one_sglang_server_reach_all_three_engines(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     await each_transport.bring_call_by_call(mixed, client, http)
@@ -118,7 +118,7 @@ async def test_tensors_that_a_trainer_shares_by_sglangs_serializer(
 
 
 @pytest.mark.engines("nixl")
-async def test_what_is_pulled_from_memory(
+async def test_nixl_updates_reach_all_three_engines(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, trainer: Callable[..., nixl_trainer.Trainer]
 ) -> None:
     """A worker of each engine comes late, and heals from the trainer; one is killed, and heals from another worker."""
@@ -155,7 +155,7 @@ async def test_what_is_pulled_from_memory(
     await mixed.witnessed(client)
 
 
-async def test_what_is_broadcast_while_they_generate(
+async def test_broadcast_updates_reach_all_three_engines_while_they_generate(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     for base in (mixed.base(2), mixed.base(3)):

@@ -90,7 +90,7 @@ def _of_x(**more: Any) -> Any:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("change", ["swap", "unload"])
-async def test_what_fails_on_one_rank_is_undone_on_all(
+async def test_a_change_that_fails_on_one_rank_is_undone_on_all(
     kind: Kind, engine: FullEngine, models: Models, change: Change, done: bool, rank: int
 ) -> None:
     base, adapter = models.tiny[1], models.adapters[1]

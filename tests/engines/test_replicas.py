@@ -84,7 +84,9 @@ async def streams_of(mixed: Mixed, client: RlClient) -> list[Stream]:
     return found
 
 
-async def test_what_comes_from_files(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+async def test_updates_from_files_reach_each_replica(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
     (state,) = (await client.run("describe"))["workers"]
     assert (state["world_size"], state["tp_size"], state["pp_size"], state["dp_size"]) == (2, 1, 1, 2)
     await proven_by_all(http, mixed, "initial", mixed.first)
@@ -98,7 +100,7 @@ async def test_what_comes_from_files(mixed: Mixed, client: RlClient, http: httpx
     await proven_by_all(http, mixed, "two", mixed.tiny(2))
 
 
-async def test_what_a_trainer_pushes(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+async def test_pushed_updates_reach_each_replica(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     """Each bucket comes once for both replicas: a full version, and a delta."""
     from rl_plane.publish import WeightPublisher
 

@@ -264,7 +264,7 @@ async def test_weights_by_url(mixed: Nodes, client: RlClient, http: httpx.AsyncC
     await each_transport.bring_by_url(mixed, client, http)
 
 
-async def test_what_a_trainer_says_to_one_sglang_server(
+async def test_updates_for_one_sglang_server_reach_both_nodes(
     mixed: Nodes, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     if "vllm" not in mixed.ids:

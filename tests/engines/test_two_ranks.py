@@ -94,7 +94,9 @@ def _ranks(mixed: Mixed) -> tuple[Spawned, list[psutil.Process], list[psutil.Pro
     return worker, family, sorted(ranks, key=lambda one: one.name())  # which end with their numbers
 
 
-async def test_what_comes_from_files(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+async def test_updates_from_files_reach_both_ranks(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
     (state,) = (await client.run("describe"))["workers"]
     assert (state["world_size"], state["tp_size"], state["pp_size"]) == (2, 2, 1)
     await proven(http, mixed, "initial", mixed.first)
@@ -172,7 +174,7 @@ async def test_weights_by_url(mixed: Mixed, client: RlClient, http: httpx.AsyncC
     await each_transport.bring_by_url(mixed, client, http)
 
 
-async def test_what_is_fed_call_by_call(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+async def test_updates_in_parts_reach_both_ranks(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     await each_transport.bring_call_by_call(mixed, client, http)
 
 

@@ -140,7 +140,7 @@ def test_each_death_and_its_restart(
         code, state = asked(capsys, ready, "state")
         return code == 0 and state["ready"] is True and len(state["workers"]) == 2
 
-    eventually(all_ready, BACK_S, "the worker that came back is not ready")
+    eventually(all_ready, BACK_S, "the restarted worker is not ready")
 
     os.kill(ready["nats_pid"], signal.SIGKILL)
     up.line(event="back", name="nats")

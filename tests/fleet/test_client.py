@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rl_plane.bus.server import NatsServer
     from tests.conftest import Plane
 
-NOBODY = "0" * 16
+UNKNOWN_ID = "0" * 16
 
 
 async def register(client: RlClient, instance_id: str | None = None) -> str:
@@ -56,7 +56,7 @@ async def test_one_worker_is_asked_strictly(plane: Plane) -> None:
     assert row.instance_id == one.instance_id
     assert row.body["engine"] == "fake"
     with pytest.raises(NotFound):
-        await client.call(NOBODY, "state")
+        await client.call(UNKNOWN_ID, "state")
     with pytest.raises(InvalidRequest):
         await client.call("some-name", "state")
     other.kill()
@@ -97,7 +97,7 @@ async def test_a_selection_is_asked_in_its_order_and_once(plane: Plane) -> None:
     assert [row.instance_id for row in out.rows] == [ids[2], ids[0]]
     assert (await client.call_all("ping", workers=[], empty="ok")).rows == []
     with pytest.raises(NotFound):
-        await client.call_all("ping", workers=[ids[0], NOBODY])
+        await client.call_all("ping", workers=[ids[0], UNKNOWN_ID])
 
 
 async def test_two_components_of_one_bucket_name_are_distinguished(nats: NatsServer) -> None:
@@ -420,7 +420,7 @@ async def publishing(
     bus: Bus, count: int = MANY, payload: bytes = MUCH
 ) -> AsyncIterator[list[asyncio.Task[None]]]:
     """Publishers, some of whom have bytes that the server does not take."""
-    publishers = [asyncio.create_task(bus.nc.publish("nobody", payload)) for _ in range(count)]
+    publishers = [asyncio.create_task(bus.nc.publish("unheard", payload)) for _ in range(count)]
     try:
         async with asyncio.timeout(HUNG_BOUND_S):
             while not unsent(bus):  # noqa: ASYNC110 - it causes no event
@@ -464,7 +464,7 @@ async def test_a_fan_out_to_a_node_that_hangs_ends(node: Node) -> None:
     node.hang(others_listen=False)
     async with publishing(bus), asyncio.timeout(HUNG_BOUND_S):
         with pytest.raises(BusUnreachable):
-            await fan_outs.run([("nobody", MUCH)] * MANY, HUNG_BOUND_S)
+            await fan_outs.run([("unheard", MUCH)] * MANY, HUNG_BOUND_S)
         await bus.close()
 
 

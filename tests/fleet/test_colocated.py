@@ -141,7 +141,7 @@ async def test_a_pause_outlasts_the_resume_of_memory(plane: Plane) -> None:
 def two_of_which_one_is_held(
     plane: Plane, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Spawned, Spawned, Path]:
-    """Returns the other worker, the worker that is held at the point, and the file that appears once it is held."""
+    """Returns the other worker, the worker that waits at the point, and the file that appears once it waits."""
     holds = plane.tmp / "holds"
     holds.mkdir()
     monkeypatch.setenv(VARIABLE, str(holds))
@@ -251,7 +251,7 @@ async def _serve(client: WorkerCalls, ids: list[str]) -> bool:
     return {key for key, one in (await reasons(client)).items() if not one} == {*ids}
 
 
-def test_what_memory_is_wanted() -> None:
+def test_the_desired_memory_follows_each_release_and_resume() -> None:
     none = DesiredMemory()
     both = none.after("release_memory", ["weights", "kv_cache"], None)
     assert both.of("a") == {"weights", "kv_cache"}

@@ -112,7 +112,7 @@ async def test_versions_of_both_algorithms_follow_one_another(plane: Plane) -> N
     await serve(by_blake3[4], doomed, other)
 
 
-async def test_what_can_not_be_applied_leaves_everything_as_it_was(plane: Plane) -> None:
+async def test_a_delta_that_can_not_be_applied_changes_nothing(plane: Plane) -> None:
     models = [plane.model(seed) for seed in range(4)]
     client = await plane.client()
     plane.spawn_many(2)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 KEY = "a key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-NOBODY = "0123456789abcdef"
+UNKNOWN_ID = "0123456789abcdef"
 
 
 @pytest_asyncio.fixture
@@ -203,18 +203,18 @@ async def test_the_facade_names_bad_input_before_any_worker_changes(plane: Plane
         ("update_weights", '{"transport": {}}', "transport.backend"),
         ("update_weights", '{"transport": {"backend": "pigeon"}}', "transport.backend"),
         ("update_weights", '{"transport": {"backend": "filesystem", "path": "/etc"}}', "transport.path"),
-        ("update_weights", f'{{"transport": {{"backend": "x"}}, "workers": ["{NOBODY}"]}}', "workers"),
+        ("update_weights", f'{{"transport": {{"backend": "x"}}, "workers": ["{UNKNOWN_ID}"]}}', "workers"),
         ("workers/zz/disable", "", "workers"),
-        (f"workers/{worker.instance_id}/disable", f'{{"workers": ["{NOBODY}"]}}', "workers"),
+        (f"workers/{worker.instance_id}/disable", f'{{"workers": ["{UNKNOWN_ID}"]}}', "workers"),
     ]
     for path, body, field in bodies:
         error = error_of(await rl.post(path, content=body), 400)
         assert (path, error["field"]) == (path, field)
         assert error["fix"]
     for path, status in [
-        (f"workers/{NOBODY}/disable", 404),
-        (f"pause?workers={NOBODY}", 404),
-        ("pause?component=nobody", 404),
+        (f"workers/{UNKNOWN_ID}/disable", 404),
+        (f"pause?workers={UNKNOWN_ID}", 404),
+        ("pause?component=unknown", 404),
         ("nothing", 404),
         ("pause//", 404),
         ("state", 405),

@@ -24,7 +24,7 @@ from tests.support.frontend_here import started
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
-NOBODY = "0123456789abcdef"
+UNKNOWN_ID = "0123456789abcdef"
 
 
 class Service:
@@ -129,8 +129,8 @@ BAD: list[tuple[bytes, str, str]] = [
     (b'{"op": "pause", "fence": 5}', "invalid_request", "fence"),
     (b'{"op": "pause", "body": {"mode": "hard"}}', "invalid_request", "mode"),
     (b'{"op": "pause", "timeout_ms": "1"}', "invalid_request", "timeout_ms"),
-    (b'{"op": "state", "targets": ["%s"]}' % NOBODY.encode(), "not_found", "workers"),
-    (b'{"op": "pause", "body": {"component": "nobody"}}', "not_found", "component"),
+    (b'{"op": "state", "targets": ["%s"]}' % UNKNOWN_ID.encode(), "not_found", "workers"),
+    (b'{"op": "pause", "body": {"component": "unknown"}}', "not_found", "component"),
     (msgpack.packb({"op": "fly"}), "invalid_request", "op"),
     (msgpack.packb({1: 2}), "invalid_request", "body"),
 ]

@@ -247,7 +247,9 @@ async def test_prompt_logprobs_are_where_vllm_has_them(plane: Plane, http: httpx
     assert "prompt_logprobs" not in (await ask(http, prompt_logprobs=False))["choices"][0]
 
 
-async def test_the_longest_prompt_with_logprobs(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_the_longest_prompt_with_logprobs_gets_them_and_a_longer_one_is_refused(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     plane.spawn(max_model_len=70000, vocab_size=(1 << 31) - 1)
     version = await update(plane, 1)
     prompt = [(1 << 31) - 2] * MAX_PROMPT_LOGPROBS  # as many bytes as a token can take

@@ -293,7 +293,7 @@ async def test_prompts_in_a_list(plane: Plane, http: httpx.AsyncClient) -> None:
     assert error_of(await http.post(SGLANG, json=bad), 400)["field"] == "input_ids.1"
 
 
-async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
+async def test_an_unsupported_field_is_refused_by_its_name(http: httpx.AsyncClient) -> None:
     """The error comes before any worker is asked: there is no worker."""
     ids = {"token_ids": PROMPT, "sampling_params": {}}
     refused: list[tuple[str, dict[str, Any], int, str]] = [

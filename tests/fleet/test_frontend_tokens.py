@@ -42,7 +42,7 @@ async def test_they_are_the_tokens_of_generation(plane: Plane, http: httpx.Async
     assert (await http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
     error = error_of(await http.post("/detokenize", json={"tokens": [512]}), 400)
     assert error["field"] == "tokens"
-    error = error_of(await http.post("/tokenize", json={"prompt": "abc", "model": "nobody"}), 404)
+    error = error_of(await http.post("/tokenize", json={"prompt": "abc", "model": "unknown"}), 404)
     assert error["field"] == "model"
 
 

@@ -211,7 +211,7 @@ def test_the_command_makes_keys_and_takes_them_out(tmp_path: Path) -> None:
     assert parse_keys_file(file.read_bytes()) == {hash_key(key.encode()): Caller("trainer-1", "steer")}
     again = rl_plane("keys", "http-add", file, "trainer-1", "read")
     assert (again.returncode, "use another id" in again.stderr) == (2, True)
-    assert rl_plane("keys", "http-remove", file, "nobody").returncode == 1
+    assert rl_plane("keys", "http-remove", file, "unknown").returncode == 1
     assert rl_plane("keys", "http-remove", file, "trainer-1").returncode == 0
     assert parse_keys_file(file.read_bytes()) == {}
 

@@ -59,7 +59,7 @@ async def test_on_a_new_connection_the_leader_is_asked_before_anything_is_live(
         assert watch.is_holders(held.fence)
 
 
-async def test_a_store_that_went_back_gives_no_fence_that_was_left_behind(plane: Plane) -> None:
+async def test_a_restored_store_never_repeats_a_fence(plane: Plane) -> None:
     worker, client = await plane.client("worker"), await plane.client()
     watch, state = await watching(worker)
     async with client.lock(await client.view()) as held:

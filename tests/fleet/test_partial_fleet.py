@@ -118,7 +118,7 @@ async def test_a_version_of_equal_bytes_gets_a_new_label(plane: Plane) -> None:
     assert await serves(client, worker, models[1])
 
 
-async def test_what_can_not_be_applied_leaves_everything_as_it_was(plane: Plane) -> None:
+async def test_a_partial_version_that_can_not_be_applied_changes_nothing(plane: Plane) -> None:
     models = line_of_models(plane, 4)
     client = await plane.client()
     workers = [one.instance_id for one in plane.spawn_many(2)]

@@ -161,7 +161,7 @@ def of_another_model(plane: Plane) -> Path:
 @pytest.mark.parametrize(
     ("what", "kind"),
     [
-        ("load of one that is there", Conflict),
+        ("load of a loaded adapter", Conflict),
         ("swap of none", NotFound),
         ("unload of none", NotFound),
         ("unload by name of none", NotFound),
@@ -181,7 +181,7 @@ async def test_a_wrong_adapter_call_changes_no_worker(plane: Plane, what: str, k
     base, one = await base_of(client), await load(client, adapter(plane, 1))
     two = adapter(plane, 2)
     calls: dict[str, tuple[str, dict[str, Any]]] = {
-        "load of one that is there": ("update_weights", target("load", "a", two)),
+        "load of a loaded adapter": ("update_weights", target("load", "a", two)),
         "swap of none": ("update_weights", target("swap", "b", two)),
         "unload of none": ("update_weights", target("unload", "b")),
         "unload by name of none": ("unload_lora_adapter", {"lora_name": "b"}),

@@ -100,7 +100,7 @@ async def test_the_coordinator_seals_the_newest_record_that_any_process_knows(pl
         assert (await stored(client), (await stored(client)).seal) == (known, held.fence)
 
 
-async def test_what_is_written_between_the_read_and_the_seal_is_sealed(plane: Plane) -> None:
+async def test_a_record_written_between_the_read_and_the_seal_is_sealed(plane: Plane) -> None:
     client = await plane.client()
     await store(client, BASE)
     late, put = decision("late"), client.bus.put

@@ -126,7 +126,7 @@ def test_rows_of_engines() -> None:
     assert engine_replies({"workers": [ok, skipped, failed]}) == [ok, failed]
 
 
-def test_what_a_person_sees_of_a_stage() -> None:
+def test_the_cli_shows_a_stage_as_skipped() -> None:
     ok = [
         {"instance_id": one, "status": "ok", "ranks": [{"rank": 0, "checksum": "aa"}]} for one in (ENGINE, OTHER)
     ]
@@ -248,7 +248,7 @@ async def test_the_ops_of_the_fleet_succeed_beside_a_stage(plane: Plane) -> None
     assert len(await client.list_workers()) == 2
 
 
-async def test_what_names_only_a_stage_is_refused(plane: Plane) -> None:
+async def test_an_op_on_a_stage_alone_is_refused(plane: Plane) -> None:
     client = await plane.client()
     engine, stage = plane.spawn(), spawn_stage(plane)
     both = [engine.instance_id, stage.instance_id]

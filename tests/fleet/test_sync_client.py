@@ -138,7 +138,7 @@ def test_errors_are_those_of_the_async_client(fleet: SyncRlClient) -> None:
     with pytest.raises(NotFound):
         fleet.call("0" * 16, "state")
     with pytest.raises(NotFound):
-        fleet.state(component="nobody")
+        fleet.state(component="unknown")
     with pytest.raises(NoWorkers):
         fleet.wait_for(99, timeout_s=0.1)
     assert fleet.state()["status"] == "ok"

@@ -333,7 +333,7 @@ def engine_thread(undo_s: float = UNDO_S) -> Iterator[tuple[EngineLoop, asyncio.
         thread.join()
 
 
-async def test_what_an_engine_makes_in_one_turn_crosses_at_once(
+async def test_events_of_one_turn_of_an_engine_cross_to_the_worker_at_once(
     engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, crossings = asyncio.get_running_loop(), 0

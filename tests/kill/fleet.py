@@ -28,7 +28,7 @@ from tests.support.paths import ROOT
 from worker.testing.phase_hooks import VARIABLE as HOLD_DIR
 
 SEED = int(os.environ.get("KILL_SEED", "0"))
-"""The seed of the choices: the victim, the coordinator, the worker that is held, and the policy."""
+"""The seed of the choices: the victim, the coordinator, the worker that waits at a hook, and the policy."""
 FRONTENDS = 2
 WHOLE_S = 240.0
 """A worker that starts again imports torch, builds an engine and fetches; a stopped one has lost its lease and its
@@ -220,7 +220,7 @@ class RealFleet(KeptFleet):
         self.note(f"{name} was stopped")
 
     def go_on(self, name: str) -> None:
-        self.note(f"{name} goes on")
+        self.note(f"{name} continues")
         os.kill(self.pid(name), signal.SIGCONT)
 
     def seen(self) -> str:

@@ -30,5 +30,5 @@ matrix = matrix_fixture(CASES, dict.fromkeys(CHILDREN, 1))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-async def test_what_is_killed_in_the_middle(case: Case, matrix: Matrix) -> None:
+async def test_the_fleet_recovers_from_a_fault_of_an_engine(case: Case, matrix: Matrix) -> None:
     await matrix.result(case)

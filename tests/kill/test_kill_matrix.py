@@ -45,5 +45,5 @@ matrix = matrix_fixture(CASES, FLEETS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-async def test_what_is_killed_in_the_middle(case: Case, matrix: Matrix) -> None:
+async def test_the_fleet_recovers_from_a_fault_at_each_phase(case: Case, matrix: Matrix) -> None:
     await matrix.result(case)

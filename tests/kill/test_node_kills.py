@@ -54,5 +54,5 @@ matrix = matrix_fixture(CASES, dict.fromkeys(PHASES, 1), _two_nodes_here)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-async def test_what_happens_on_the_second_node(case: Case, matrix: Matrix) -> None:
+async def test_the_fleet_recovers_from_a_fault_on_the_second_node(case: Case, matrix: Matrix) -> None:
     await matrix.result(case)

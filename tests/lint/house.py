@@ -1,4 +1,5 @@
-"""Finds forbidden openings of docstrings, names that the product uses twice, and tests that import tests.
+"""Finds forbidden openings of docstrings and of names of tests, names that the product uses twice, and tests that
+import tests.
 
 A docstring is a sentence that says what the thing is or does. An opening such as "Of" or "By which" makes a fragment,
 which a reader must complete from the name and the body.
@@ -20,6 +21,8 @@ FORBIDDEN = (
 FORBIDDEN_IN_TESTS = (*FORBIDDEN, "also", "and", "but", "by", "nor", "or", "so that")
 """These continue the name of a test, of which a failure's report shows one without the other."""
 
+FORBIDDEN_IN_NAMES = ("as", "how", "likewise", "of", "those", "what", "when", "where")
+"""The name of a test begins with its subject. These words begin a clause without one."""
 
 PRODUCT = ("rl_plane/", "worker/", "frontend/")
 
@@ -37,6 +40,7 @@ def offences(root: Path) -> list[str]:
     trees = {name: ast.parse((root / name).read_text()) for name in files}
     found = [line for name, tree in trees.items() for line in _openings(name, tree)]
     found += [line for name, tree in trees.items() for line in _imports_of_tests(name, tree)]
+    found += [line for name, tree in trees.items() for line in _names_of_tests(name, tree)]
     product = {name: tree for name, tree in trees.items() if name.startswith(PRODUCT)}
     return sorted(found + _same_modules(product) + _same_classes(product))
 
@@ -58,6 +62,13 @@ def _imports_of_tests(name: str, tree: ast.Module) -> Iterator[str]:
             paths = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             if any(re.match(r"tests\..*\btest_\w+$", path) for path in paths):
                 yield f"{name}:{node.lineno}: it imports a test file: what tests share belongs into tests/support"
+
+
+def _names_of_tests(name: str, tree: ast.Module) -> Iterator[str]:
+    opening = re.compile(rf"test_(?:{'|'.join(FORBIDDEN_IN_NAMES)})_")
+    for node in _blocks(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and opening.match(node.name):
+            yield f"{name}:{node.lineno}: {node.name} has no subject: name the thing that the test is about"
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -94,15 +105,16 @@ def _same_modules(trees: dict[str, ast.Module]) -> list[str]:
 
 
 def _same_classes(trees: dict[str, ast.Module]) -> list[str]:
-    """Compares private classes too: a reader who searches for a name finds all classes that have it."""
+    """Compares private and inner classes too, without underscores: a reader who searches for a name finds all classes
+    that have it."""
     places = defaultdict(list)
     for name, tree in trees.items():
-        for node in tree.body:
+        for node in _blocks(tree):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{name}:{node.lineno}")
+                places[node.name.lstrip("_")].append((f"{name}:{node.lineno}", node.name))
     return [
-        f"{place}: a class {name} is also in {', '.join(other for other in found if other != place)}"
-        for name, found in places.items()
+        f"{place}: a class {name} is also in {', '.join(other for other, _ in found if other != place)}"
+        for found in places.values()
         if len(found) > 1
-        for place in found
+        for place, name in found
     ]

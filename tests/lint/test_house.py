@@ -78,6 +78,17 @@ def test_a_private_class_that_the_product_has_twice_is_found(tmp_path: Path) -> 
     ]
 
 
+def test_a_private_or_inner_twin_of_a_class_is_found(tmp_path: Path) -> None:
+    inner = "def mover() -> type:\n    class Mover: ...\n\n    return Mover\n"
+    private = GOOD.replace("class Mover", "class _Mover")
+    found = _offences(tmp_path, rl_plane__mover=GOOD, worker__other=private, frontend__third=inner)
+    assert found == [
+        "frontend/third.py:2: a class Mover is also in rl_plane/mover.py:7, worker/other.py:7",
+        "rl_plane/mover.py:7: a class Mover is also in frontend/third.py:2, worker/other.py:7",
+        "worker/other.py:7: a class _Mover is also in frontend/third.py:2, rl_plane/mover.py:7",
+    ]
+
+
 def test_a_file_that_has_the_same_part_in_each_folder_may_have_the_same_name(tmp_path: Path) -> None:
     assert _offences(tmp_path, rl_plane__ipc__sender=GOOD, rl_plane__nixl__sender="") == []
 
@@ -86,3 +97,14 @@ def test_a_test_that_imports_a_test_is_found(tmp_path: Path) -> None:
     imports = "from tests.fleet.test_updates import update\nfrom tests.support.faults import update\n"
     found = _offences(tmp_path, tests__fleet__test_other=imports, tests__fleet__test_updates="")
     assert [line.split(": ")[0] for line in found] == ["tests/fleet/test_other.py:1"]
+
+
+def test_a_name_of_a_test_without_a_subject_is_found(tmp_path: Path) -> None:
+    named = "def test_what_is_sent_arrives() -> None: ...\n\n\nclass TestMover:\n"
+    named += "    async def test_where_it_goes(self) -> None: ...\n"
+    fine = "def test_weights_arrive_where_they_are_sent() -> None: ...\ndef test_offers_expire() -> None: ...\n"
+    found = _offences(tmp_path, tests__test_mover=named, tests__test_other=fine)
+    assert [line.split(" has")[0] for line in found] == [
+        "tests/test_mover.py:1: test_what_is_sent_arrives",
+        "tests/test_mover.py:5: test_where_it_goes",
+    ]

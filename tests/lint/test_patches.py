@@ -56,7 +56,7 @@ def test_each_patch_is_named_if_there_are_too_many(tmp_path: Path) -> None:
     assert total == "tests:1: these are 6 patches, and at most 5 are allowed"
 
 
-def test_as_many_as_are_allowed_are_no_offence(tmp_path: Path) -> None:
+def test_patches_up_to_the_limit_are_no_offence(tmp_path: Path) -> None:
     assert too_many_patches(_folder(tmp_path, PATCHED), limit=6) == []
 
 

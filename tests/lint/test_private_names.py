@@ -48,7 +48,7 @@ def test_each_use_is_named_if_there_are_too_many(tmp_path: Path) -> None:
     assert total == "tests:1: these are 5 uses of private names, and at most 4 are allowed"
 
 
-def test_as_many_as_are_allowed_are_no_offence(tmp_path: Path) -> None:
+def test_private_names_up_to_the_limit_are_no_offence(tmp_path: Path) -> None:
     assert too_many_private_names(_folder(tmp_path, USES), limit=5) == []
 
 

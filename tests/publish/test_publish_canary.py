@@ -65,7 +65,7 @@ def test_the_expected_values_are_those_of_eval_mode_and_each_module_gets_its_mod
     assert model.table.weight.grad is None
 
 
-def test_what_can_not_be_computed_is_refused_with_its_fix(tmp_path: Path) -> None:
+def test_a_canary_that_can_not_be_computed_is_refused_with_its_fix(tmp_path: Path) -> None:
     model = Toy()
     assert refusal(ModuleSource(model), canary=[[1]])["field"] == "canary.sequences.0"
     assert refusal(ModuleSource(model), canary="on")["field"] == "canary.sequences"

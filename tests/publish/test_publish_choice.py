@@ -54,7 +54,7 @@ def test_the_choice_of_a_transport(transport: str, workers: list[Any], with_root
         ("there", False, "object_store nixl gloo"),
     ],
 )
-def test_what_lasts_comes_first_where_the_trainer_ends(host: str, with_root: bool, expected: str) -> None:
+def test_a_trainer_that_ends_tries_the_lasting_transports_first(host: str, with_root: bool, expected: str) -> None:
     workers = [row("a", host, *ALL)]
     assert (
         candidates("auto", workers, ALL, with_root=with_root, trainer_stays=False, host="here") == expected.split()
@@ -139,6 +139,6 @@ def test_every_rank_of_every_replica_counts() -> None:
     assert world_size([row("a", "here"), row("b", "there", ranks=4), row("c", "there", ranks=4)]) == 10
 
 
-def test_what_is_installed_can_be_loaded() -> None:
+def test_each_installed_sender_can_be_loaded() -> None:
     for point in installed().values():
         assert callable(point.load())

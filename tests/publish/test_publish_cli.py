@@ -99,7 +99,7 @@ async def test_a_command_sends_what_differs_from_a_checkpoint(
     assert "nowhere" in capsys.readouterr().err
 
 
-async def test_what_a_command_sends_without_a_root_does_not_go_with_it(
+async def test_a_version_published_without_a_root_outlives_the_command(
     plane: Plane, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker = plane.spawn()

@@ -405,7 +405,7 @@ def test_adapters_are_sent_in_full(tmp_path: Path) -> None:
     assert caught.value.facts["field"] == "encoding"
 
 
-def test_how_much_memory_is_free(tmp_path: Path) -> None:
+def test_the_free_memory_is_the_least_that_the_host_and_its_cgroups_leave(tmp_path: Path) -> None:
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     assert free_memory(proc, cgroups) == 0, "it is unknown"
     assert free_memory() > 0

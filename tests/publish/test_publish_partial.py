@@ -87,7 +87,7 @@ def transport_options(plane: Plane, transport: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("transport", ["filesystem", "object_store", "ipc", "gloo", "nixl"])
-async def test_only_what_differs_is_sent(transport: str, plane: Plane) -> None:
+async def test_a_partial_version_sends_only_changed_tensors(transport: str, plane: Plane) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl")
     plane.spawn_many(2)
@@ -205,7 +205,7 @@ async def test_a_sender_keeps_no_version_that_a_later_one_replaces(plane: Plane)
     await asyncio.to_thread(publisher.close)
 
 
-async def test_only_what_is_trained_is_read_and_sent(plane: Plane) -> None:
+async def test_a_partial_version_reads_and_sends_only_trained_tensors(plane: Plane) -> None:
     import torch
 
     plane.spawn_many(2)

@@ -102,7 +102,7 @@ class OnGpu(Gathering):
 
 
 @pytest.mark.parametrize("collective", [True, False])
-async def test_what_is_read_on_another_thread_is_read_by_the_callers_gpu(
+async def test_another_thread_reads_the_source_by_the_callers_gpu(
     collective: bool, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise every rank would gather on GPU 0."""

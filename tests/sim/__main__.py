@@ -41,7 +41,9 @@ def main() -> int:
     parser.add_argument("--partitions", action="store_true", help="in every run, not in some")
     parser.add_argument("--trace", action="store_true", help="print what happened in each seed")
     parser.add_argument("--go-on", action="store_true", help="after a failure too, with one line for each")
-    parser.add_argument("--transitions", action="store_true", help="list those that were reached, with seeds")
+    parser.add_argument(
+        "--transitions", action="store_true", help="list the transitions that were reached, with seeds"
+    )
     arguments = parser.parse_args()
     with without(arguments.without) if arguments.without else nullcontext():
         return run(arguments)

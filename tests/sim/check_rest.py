@@ -28,7 +28,7 @@ def problem(world: World) -> Violation | None:
     if members != living:
         return Violation("I7", f"the members are {sorted(members)}, alive are {sorted(living)}")
     if doubles := [one.name for one in world.doubles if one.alive and world.is_replaced(one)]:
-        return Violation("I1", f"{', '.join(doubles)} goes on under an id that another process has taken")
+        return Violation("I1", f"{', '.join(doubles)} still runs under an id that another process has taken")
     return None
 
 

@@ -344,4 +344,4 @@ class Checks:
 
     def swapping(self, process: Process, version: WeightVersion) -> None:
         if not any(version in (one.made, one.held.version) for one in self.decided):
-            self.fail("I2", f"{process.name} swaps {version.label} in, which nobody has decided")
+            self.fail("I2", f"{process.name} swaps {version.label} in, which no coordinator has decided")

@@ -131,7 +131,7 @@ class NatsFaults:
         delays_s = rng.choice([(), (0.0, 0.7, 1.5, 3.0), (1.2,)])
 
         def contend() -> None:
-            world.say(f"the {key} of {holder.process.name} is held back")
+            world.say(f"the {key} of {holder.process.name} is delayed")
             others = [one for one in world.alive() if one is not holder]
             for delay_s in delays_s:
                 if others:
@@ -154,7 +154,7 @@ class NatsFaults:
 
         def begun() -> None:
             others = [one for one in world.alive() if one is not holder]
-            world.say(f"the decision of {holder.process.name} is held back, and the lock expires")
+            world.say(f"the decision of {holder.process.name} is delayed, and the lock expires")
             server.later(0.0, server.expire, world.subjects.state, LOCK)
             if others:
                 other = rng.choice(others)

@@ -71,7 +71,7 @@ MUTANTS = [
         SEAL + "the_seal_is_the_coordinators_fence_and_bars_all_before_it",
     ),
     Mutant(
-        "seal: bars nobody",
+        "seal: bars no coordinator",
         "rl_plane/bus/sealed_record.py",
         "replace(record, seal=fence, barred=max(record.barred, fence - 1))",
         "replace(record, seal=fence)",
@@ -148,7 +148,7 @@ MUTANTS = [
         SEAL + "a_sequence_that_comes_a_second_time_is_not_taken_for_the_own_write",
     ),
     Mutant(
-        "seal: its record is its own whoever sealed it",
+        "seal: its record is its own after another coordinator's seal",
         "rl_plane/bus/sealed_record.py",
         "return sealed and there == self._mine and entry.sequence == self._sequence",
         "return there == self._mine and entry.sequence == self._sequence",
@@ -197,14 +197,14 @@ MUTANTS = [
         SEAL + "a_lost_record_is_restored_unless_another_process_restored_it_first",
     ),
     Mutant(
-        "lock: a call that decides nothing bars nobody",
+        "lock: a call that decides nothing bars no holder",
         "rl_plane/membership/worker_calls.py",
         "            if held.taken:\n",
         "            if False:\n",
         SEAL + "a_call_that_decides_nothing_bars_the_holder_from_which_it_has_taken_the_lock",
     ),
     Mutant(
-        "lock: one whose time ran out was given back",
+        "lock: an expired lock counts as given back",
         "rl_plane/bus/lock.py",
         "taken = holder is not None or (entry is not None and entry.expired)",
         "taken = holder is not None",
@@ -235,7 +235,7 @@ MUTANTS = [
         LOCK + "two_calls_of_one_process_do_not_share_a_lock",
     ),
     Mutant(
-        "lock: one that is lost may come back",
+        "lock: a lost lock may be renewed",
         "rl_plane/bus/lock.py",
         "        self.check_unlost()\n        connection = self._bus.identity\n",
         "        connection = self._bus.identity\n",
@@ -397,7 +397,7 @@ MUTANTS = [
         "rl_plane/commit/machine.py",
         "    if not base.final:\n",
         "    if False:\n",
-        RECOVERY + "what_a_dead_coordinator_had_decided_is_finished_first",
+        RECOVERY + "an_update_that_a_dead_coordinator_had_decided_is_finished_first",
     ),
     Mutant(
         "update: workers that are not gated swap",
@@ -407,7 +407,7 @@ MUTANTS = [
         MACHINE + "strict_opens_only_when_the_silent_have_left_or_lost_their_leases",
     ),
     Mutant(
-        "update: a new process is told to swap",
+        "update: the coordinator tells a new process to swap",
         "rl_plane/commit/machine.py",
         "[key for key in still_there(ready, acks.members) if key in shut]",
         "[key for key in ready if key in shut]",
@@ -428,14 +428,14 @@ MUTANTS = [
         SESSIONS + "another_live_session_is_waited_for",
     ),
     Mutant(
-        "update: one that was decided is decided again",
+        "update: a decided update is decided again",
         "rl_plane/commit/machine.py",
         "    if base.update_id == update_id:\n        return (yield from answer(state, base, body.policy))\n",
         "",
         RECOVERY + "a_repeated_update_returns_the_outcome_of_the_decided_update_with_its_id",
     ),
     Mutant(
-        "update: nobody checks what it is to become",
+        "update: the coordinator does not check the new version",
         "rl_plane/commit/machine.py",
         "    check_against(base, body, state.changed_source(base, body))\n    check_canary",
         "    check_canary",
@@ -463,7 +463,7 @@ MUTANTS = [
         UPDATE_CANARY + "a_rollback_decision_with_a_lost_answer_is_resolved_by_the_version_in_the_record",
     ),
     Mutant(
-        "canary: what nobody has judged is opened",
+        "canary: a version without a verdict is opened",
         "rl_plane/commit/machine.py",
         "evaluated = record.canary is None or state.settlement is not None",
         "evaluated = True",
@@ -498,7 +498,7 @@ MUTANTS = [
         UPDATE_CANARY + "a_coordinator_waits_for_scores_only_as_long_as_a_commit_may_take",
     ),
     Mutant(
-        "canary: the answer forgets who serves what came back",
+        "canary: the answer forgets who serves the restored version",
         "rl_plane/commit/canary_steps.py",
         "    if states and not serving:\n",
         "    if False:\n",
@@ -533,7 +533,7 @@ MUTANTS = [
         CANARY_FLEET + "warn_serves_a_version_that_all_miss",
     ),
     Mutant(
-        "canary: rolling goes on after a miss",
+        "canary: rolling continues after a miss",
         "rl_plane/commit/rolling.py",
         "            return evaluated  # the other workers still serve the version before\n",
         "            pass\n",
@@ -595,7 +595,7 @@ MUTANTS = [
         "rl_plane/commit/sessions.py",
         "    if _is_decided(state, session, base):\n        raise committed_already(base.update_id, base.made, committed_fix)\n",
         "",
-        SESSIONS + "what_is_decided_is_neither_aborted_nor_named_nor_prepared_again",
+        SESSIONS + "a_decided_update_is_neither_aborted_nor_named_nor_prepared_again",
     ),
     # ---- rl_plane/commit/rules.py ----
     Mutant(
@@ -642,7 +642,7 @@ MUTANTS = [
         SESSIONS + "a_pushed_session_that_no_worker_can_receive_does_not_lock_the_fleet",
     ),
     Mutant(
-        "rules: whoever answers serves it",
+        "rules: each worker that answers serves it",
         "rl_plane/commit/rules.py",
         '        and reply.body.get("sequence") == record.sequence\n',
         "",
@@ -677,7 +677,7 @@ MUTANTS = [
         MACHINE + "too_few_serving_workers_are_watched_once_and_are_then_a_conflict",
     ),
     Mutant(
-        "rules: unstaged over what can't come back",
+        "rules: unstaged over a version that can't be fetched again",
         "rl_plane/commit/rules.py",
         '    if policy.staging == "none" and not base.source.from_scratch:\n',
         "    if False:\n",
@@ -778,7 +778,7 @@ MUTANTS = [
         CORE + "a_gate_that_no_coordinator_lifts_ends_when_no_lease_can_be_left",
     ),
     Mutant(
-        "worker: a gate that nobody lifts stays",
+        "worker: a gate that no coordinator lifts stays",
         "worker/reconcile/worker_core.py",
         "return record.open or (self._is_late and not self._awaits_verdict())",
         "return record.open",
@@ -1009,7 +1009,7 @@ MUTANTS = [
         NUMERICS + "with_nothing_to_compare_with_tokens_wait_for_the_other_workers",
     ),
     Mutant(
-        "numerics: tokens of weights that nobody judged go out",
+        "numerics: tokens of weights without a verdict go out",
         "worker/reconcile/numerics.py",
         "        if self.have_run and record.version.digest != self._state.digest:\n",
         "        if False:\n",
@@ -1106,7 +1106,7 @@ MUTANTS = [
         "worker/reconcile/lock_watch.py",
         "            await self._raise_fence()\n",
         "            pass\n",
-        WATCH + "a_store_that_went_back_gives_no_fence_that_was_left_behind",
+        WATCH + "a_restored_store_never_repeats_a_fence",
     ),
     Mutant(
         "dispatcher: a change without fence or process",
@@ -1116,7 +1116,7 @@ MUTANTS = [
         OPS + "fence_and_incarnation_are_checked",
     ),
     Mutant(
-        "dispatcher: a change by nobody",
+        "dispatcher: a change without a live lock",
         "worker/ops/dispatcher.py",
         "        if not await self._lock.is_live(fence):\n",
         "        if False:\n",
@@ -1282,7 +1282,7 @@ MUTANTS = [
         "rl_plane/membership/view.py",
         "            if overtaken or newer(known, record):\n                return\n",
         "            if newer(known, record):\n                return\n",
-        LABELS + "of_two_decisions_with_one_number_the_later_write_counts",
+        LABELS + "the_later_write_counts_if_two_decisions_have_one_number",
     ),
     # ---- rl_plane/commit/canary_rules.py ----
     Mutant(
@@ -1298,14 +1298,14 @@ MUTANTS = [
         "rl_plane/commit/canary_rules.py",
         "            if type(value) not in (int, float) or not MIN_LOGPROB <= value <= LOGPROB_EPSILON:\n",
         "            if False:\n",
-        CANARY + "what_is_no_vector_fails_and_never_raises",
+        CANARY + "scores_that_are_no_numbers_fail_and_never_raise",
     ),
     Mutant(
         "canary: a vector of another length passes",
         "rl_plane/commit/canary_rules.py",
         "        if not isinstance(vector, (list, tuple)) or len(vector) != len(tokens) - 1:\n",
         "        if not isinstance(vector, (list, tuple)):\n",
-        CANARY + "what_is_no_vector_fails_and_never_raises",
+        CANARY + "scores_that_are_no_numbers_fail_and_never_raise",
     ),
     Mutant(
         "canary: a tie lets all in",

@@ -1,8 +1,8 @@
 """Mutants of the protocol's guards: each takes one guard out of a copy of the packages, and a named test must fail.
 
-`python -m tests.sim.mutants [--only NAME] [--short]` prints one row for each mutant, and fails with the names of those
-that survive. A guard that no test misses either goes, gets a test, or is listed as a second line of defence, with the
-first line that covers it.
+`python -m tests.sim.mutants [--only NAME] [--short]` prints one row for each mutant, and fails with the names of the
+mutants that survive. A guard that no test misses either goes, gets a test, or is listed as a second line of defence,
+with the first line that covers it.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def decision_of(record: DecisionRecord) -> Decision:
 
 def can_be_fetched(decision: Decision, digest_at: Callable[[str | None], str | None]) -> bool:
     """Can a worker that has nothing bring the version to itself? `digest_at`: of the model that lies under a path now
-    (None: the one that a worker starts with); None where no model lies."""
+    (None: the model that a worker starts with); None where no model lies."""
     for digest, source in decision.sources:
         path = source.transport.get("path") if source.transport is not None else None
         if not source.refetchable or digest_at(path) not in (None, digest):

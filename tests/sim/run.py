@@ -257,7 +257,7 @@ async def _must_work(world: World, trainers: Trainers) -> None:
         served = world.served
         await world.generate(one, 3)
         if world.members() and world.served == served:
-            world.checks.fail("I7", "at rest, nobody generates")
+            world.checks.fail("I7", "at rest, no worker generates")
 
     with contextlib.suppress(asyncio.CancelledError):
         await one.process.spawn(_checked(world, steps()))

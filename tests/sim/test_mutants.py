@@ -30,7 +30,7 @@ def test_the_names_of_mutants_are_their_own() -> None:
     assert [name for name, count in Counter(one.name for one in MUTANTS).items() if count > 1] == []
 
 
-def test_what_is_not_there_once_is_a_mistake() -> None:
+def test_a_text_that_the_file_does_not_have_exactly_once_is_a_mistake() -> None:
     mutant = Mutant("m", "f.py", "a", "b", None)
     assert mutated(mutant, "xax") == "xbx"
     for text in ("x", "aa"):

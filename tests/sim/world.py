@@ -104,8 +104,8 @@ class World:
 
     @property
     def good_models(self) -> list[Path]:
-        """The models that trainers publish. Before them is the model that workers start with; after them the one that
-        is used only at rest, then one that fits no worker."""
+        """The models that trainers publish. The model that workers start with comes before them. After them come a
+        model that is used only at rest, and a model that fits no worker."""
         return self.models[1:-2]
 
     def say(self, text: str) -> None:

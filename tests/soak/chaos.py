@@ -249,7 +249,7 @@ class Chaos:
         if answer.status == 200 and body.get("target", {}).get("op") != "unload":
             self.floors.raise_to(name, answer.body["version"]["sequence"])
         elif answer.status != 200 and answer.code not in may and not killed:
-            self._fault(step.name, f"it failed, and nobody was killed: {answer}")
+            self._fault(step.name, f"it failed, and no process was killed: {answer}")
         return answer
 
     def _frontend(self, step: Step) -> str:
@@ -275,7 +275,7 @@ class Chaos:
             if not missing and not any(map(self.fleet.is_down, self.fleet.frontends)):
                 return
             if time.monotonic() > give_up:
-                self._fault("not ready", f"not everybody came back within {READY_S:g} s: {missing}")
+                self._fault("not ready", f"some processes did not return within {READY_S:g} s: {missing}")
                 return
             await asyncio.sleep(BACK_OFF_S)
 

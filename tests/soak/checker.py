@@ -166,7 +166,7 @@ class Checker:
     def _check_chain(self, got: Delivered, span: Mapping[str, Any]) -> Fault | None:
         following = self.reference.following(span)
         if following is None:
-            return _fault("mislabelled", got, span, "nobody has made such weights")
+            return _fault("mislabelled", got, span, "no trainer has made such weights")
         for position in range(span["start"], span["end"]):
             last = got.tokens[position - 1] if position else got.prompt[-1]
             if got.tokens[position] != following[last]:

@@ -351,7 +351,7 @@ class Clients:
         if code not in TRANSIENT and not gone and not unmet:
             self._fault(ask, "refused", f"{code}: {told.error.get('message')}")
         elif code in OF_WORKERS and not self._excuse(None, began):
-            self._fault(ask, "refused", f"{code}, and nobody was killed: {told.error.get('message')}")
+            self._fault(ask, "refused", f"{code}, and no process was killed: {told.error.get('message')}")
 
     def _lost(self, ask: Ask, began: float, error: httpx.TransportError) -> None:
         self.trouble[type(error).__name__] += 1

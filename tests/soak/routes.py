@@ -95,7 +95,7 @@ def _of_sglang(told: Any, before: Before) -> Iterable[Choice]:
         index, tokens, meta = choice.get("index", place), choice["output_ids"], choice["meta_info"]
         had = list(before.get(index, ()))
         if tokens[: len(had)] != had:
-            raise ValueError(f"choice {index} had {len(had)} tokens, which are not those that it begins with now")
+            raise ValueError(f"choice {index} had {len(had)} tokens, but it begins with other tokens now")
         yield {
             "index": index,
             "token_ids": tokens[len(had) :],

@@ -110,7 +110,7 @@ def all_of(*got: Delivered) -> list[Fault]:
         replace(ADAPTED, max_lag=1),
     ],
 )
-def test_what_is_right_is_no_fault(good: Delivered) -> None:
+def test_a_right_completion_is_no_fault(good: Delivered) -> None:
     assert all_of(good) == []
 
 
@@ -172,7 +172,7 @@ def test_the_fault_names_the_span() -> None:
     assert str(first).startswith("duplicated: token 6 is")
 
 
-def test_what_the_history_does_not_explain_yet_waits() -> None:
+def test_a_completion_that_the_history_does_not_explain_yet_waits() -> None:
     one, early = checker(), {key: value for key, value in COMMITTED.items() if key[1][1] < 1}
     assert one.take(GOOD) == one.take(CUT) == []
     assert one.settle(early) == []
@@ -232,7 +232,7 @@ async def test_a_slow_machine_skips_no_death(adapters: bool, seconds: float) -> 
     assert {f"{name}: done" for name in NEEDED} <= chaos.outcomes.keys()
 
 
-def test_only_what_ends_running_choices_excuses_an_abort() -> None:
+def test_only_a_step_that_ends_running_choices_excuses_an_abort() -> None:
     """Swapping an adapter ends no choice in any engine."""
     fleet: Any = SimpleNamespace(engines=["hf", "vllm", "sglang"])
     weights: Any = None
@@ -249,7 +249,7 @@ def test_only_what_ends_running_choices_excuses_an_abort() -> None:
 
 @pytest.mark.parametrize("code", sorted(OF_WORKERS))
 @pytest.mark.parametrize("killed", [True, False])
-async def test_what_deaths_explain_is_a_fault_without_one(code: str, killed: bool) -> None:
+async def test_an_error_that_a_death_explains_is_a_fault_without_a_death(code: str, killed: bool) -> None:
     clients = Clients(
         [lambda: ""],
         checker(),

@@ -146,11 +146,11 @@ def main() -> None:
                         worker = NixlTransport(TransportContext())
                         ends.callback(worker.destroy)
                     _say(transport=pass_on(worker, **what))
-                case "fork one that exits":
+                case "fork a child that exits":
                     if (pid := os.fork()) == 0:
                         sys.exit()
                     _say(status=os.waitpid(pid, 0)[1])
-                case "fork one that drops all":
+                case "fork a child that drops all":
                     if (pid := os.fork()) == 0:
                         del register
                         vars(sender).clear()

@@ -30,7 +30,7 @@ async def models_and_errors(client: openai.AsyncOpenAI, model: str) -> None:
         )
     assert bad.value.param == "prompt_token_ids"
     with pytest.raises(openai.NotFoundError) as missing:
-        await client.completions.create(model="nobody", prompt="a")
+        await client.completions.create(model="unknown", prompt="a")
     assert missing.value.param == "model"
     with pytest.raises(openai.InternalServerError) as lacking:
         await client.completions.create(model=model, prompt="a", suffix="b")

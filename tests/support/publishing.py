@@ -201,7 +201,7 @@ class Streaming(Sender):
     def send(self, number: int) -> None:
         # Waits for receivers that never come, until the thread that asked the fleet closes this sender.
         assert self._closed.wait(BOUND_S)
-        raise Unavailable("nobody is left to send to")
+        raise Unavailable("no receiver is left")
 
     def finish(self, digests: Mapping[str, str] | None) -> None:
         raise AssertionError("it failed before")

@@ -1,8 +1,8 @@
 """Workers and trainers by fork: the packages that they import take longer than most tests.
 
 A zygote is started once for each test process and engine. It imports what that engine imports, makes no thread and no
-loop, and then forks: once, and that child again, and ends. So what it makes is an orphan, which the kernel gives to the
-test process: it is its child, as one that it has started itself, to signal, to wait for and to outlive.
+loop, and then forks: once, and that child again, and ends. The grandchild is then an orphan, which the kernel gives to
+the test process. The test process signals it and waits for it like a child that it has started itself.
 
 An engine's own processes come the same way: a worker of vLLM or SGLang has a zygote of its own from the start, a fork
 of the first, which does what multiprocessing's `spawn` does with a new interpreter. So have they, in turn.

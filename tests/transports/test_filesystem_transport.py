@@ -110,7 +110,7 @@ def test_closed_before_it_was_read(transport: FilesystemTransport, root: Path) -
         next(tensors)
 
 
-def test_what_has_come_is_the_takers_own(transport: FilesystemTransport, root: Path) -> None:
+def test_the_caller_owns_the_delivered_tensors(transport: FilesystemTransport, root: Path) -> None:
     """Staging keeps the memory, and torch.frombuffer warns of read-only memory."""
     delivery = transport.open(request(single(root / "c")), "base")
     taken = dict(delivery.tensors())
@@ -249,7 +249,7 @@ def limit(kind: int, soft: int) -> Iterator[None]:
         resource.setrlimit(kind, before)
 
 
-def test_what_the_system_refuses(
+def test_a_file_that_the_system_refuses_to_open_is_named(
     transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test raises the error of permissions itself, because root, who may run the tests, may read everything."""
@@ -271,7 +271,7 @@ def test_what_the_system_refuses(
         transport.open(request(directory), "base")
 
 
-def test_what_is_not_a_regular_file_is_refused_at_once(transport: FilesystemTransport, root: Path) -> None:
+def test_a_path_that_is_no_regular_file_is_refused_at_once(transport: FilesystemTransport, root: Path) -> None:
     os.mkfifo(root / "fifo.safetensors")
     assert "fifo" in refusal(transport, root / "fifo.safetensors").message
     directory = root / "c"

@@ -542,7 +542,7 @@ async def _a_group_of_its_own(http: httpx.AsyncClient, ids: list[str], info: dic
 # ---- what is refused ----
 
 
-async def test_what_is_refused(plane: Plane) -> None:
+async def test_a_wrong_call_of_a_group_update_is_refused(plane: Plane) -> None:
     client = await plane.client()
     model, other = models(plane)
     ids = plane.spawn_copies(2, model=model)

@@ -106,7 +106,7 @@ def test_receivers_read_the_tensors_where_they_are(pool: ThreadPoolExecutor) -> 
     assert descriptors() == before
 
 
-def test_what_is_not_shared_is_packed_beside_it(
+def test_a_tensor_that_is_not_shared_is_packed_beside_the_lent_tensors(
     pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Model(1)
@@ -135,7 +135,7 @@ def test_without_anything_lent_all_is_packed(pool: ThreadPoolExecutor) -> None:
         assert arriving.result(BOUND_S)[0] == bytes_of(model)
 
 
-def test_where_torch_shares_by_names_nothing_is_lent(pool: ThreadPoolExecutor) -> None:
+def test_the_sender_lends_no_tensor_if_torch_shares_by_names(pool: ThreadPoolExecutor) -> None:
     """A process that is killed would leave the files with these names."""
     model, how = Model(1).share_memory(), torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")

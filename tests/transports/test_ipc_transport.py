@@ -106,7 +106,7 @@ def sender_of(receivers: int, **bounds: Any) -> Iterator[tuple[IpcSender, dict[s
 # ---- one sender and its receivers ----
 
 
-def test_what_is_sent_arrives_everywhere_and_nothing_stays(pool: ThreadPoolExecutor) -> None:
+def test_each_receiver_gets_all_tensors_and_no_memory_stays(pool: ThreadPoolExecutor) -> None:
     before = descriptors()
     sender = IpcSender(lambda: 3)
     for seed in range(3):  # the buffers are used again
@@ -126,7 +126,7 @@ def test_what_is_sent_arrives_everywhere_and_nothing_stays(pool: ThreadPoolExecu
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_as_few_buckets_as_buffers(pool: ThreadPoolExecutor, count: int) -> None:
+def test_an_update_with_no_more_buckets_than_buffers_arrives(pool: ThreadPoolExecutor, count: int) -> None:
     specs = dict(list(SPECS.items())[:count]) | {"empty": TensorSpec("F32", (0,))}
     manifest = Manifest(pack(specs.items(), 1), adapter_config=CONFIG)
     sender, digests = IpcSender(lambda: 1), dict[str, str]()
@@ -242,7 +242,7 @@ def plain_file() -> int:
         ([FIRST, *({"bucket": number} for number in range(len(MANIFEST.buckets))), {"end": 7}], good),
     ],
 )
-def test_what_is_no_sender_of_ours_is_refused(packets: list[Any], given: Callable[[], list[int]]) -> None:
+def test_a_socket_without_a_right_sender_is_refused(packets: list[Any], given: Callable[[], list[int]]) -> None:
     before = descriptors()
     with impostor(*packets, given=given) as transport:
         field = refused(transport)
@@ -327,7 +327,7 @@ def test_a_sender_of_another_user_is_not_believed(monkeypatch: pytest.MonkeyPatc
             receive(transport)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_really_gets_nothing() -> None:
     with sender_of(1) as (_, transport):
         pid = os.fork()
@@ -449,7 +449,7 @@ def test_a_silent_receiver_is_given_up(pool: ThreadPoolExecutor) -> None:
         assert arriving.result(BOUND_S) == (data_of(tensors()), digest)
 
 
-def test_when_all_have_gone_the_sender_says_so(pool: ThreadPoolExecutor) -> None:
+def test_the_sender_fails_when_all_receivers_have_gone(pool: ThreadPoolExecutor) -> None:
     with sender_of(2) as (sender, transport):
         for _ in range(2):
             with raw_receiver(transport):

@@ -162,7 +162,7 @@ async def test_a_forked_child_that_ends_leaves_its_trainers_agent_as_it_was(
         assert digest == model_digest(directory)
         await source.keeps()
         if seed == 0:
-            assert (await source.does(do=f"fork one that {child}"))["status"] == 0
+            assert (await source.does(do=f"fork a child that {child}"))["status"] == 0
     assert await source.ends() == 0
 
 
@@ -177,7 +177,7 @@ async def test_a_forked_child_that_ends_leaves_its_workers_agents_as_they_were(
         pulled = await asyncio.to_thread(pull, puller, passed_on["transport"])
         assert pulled[0] == data_of(tensors(seed))
         if seed == 0:
-            assert (await worker.does(do=f"fork one that {child}"))["status"] == 0
+            assert (await worker.does(do=f"fork a child that {child}"))["status"] == 0
     assert await worker.ends() == 0
 
 
@@ -249,7 +249,7 @@ async def test_a_slow_healer_heals_to_the_next_version_of_its_source(
 
 
 @needs_nixl
-async def test_when_the_trainer_is_gone_a_late_worker_waits_for_the_next_update(
+async def test_a_late_worker_without_a_trainer_waits_for_the_next_update(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
     source, client = trainer(), await plane.client()

@@ -73,7 +73,7 @@ def registered_memory() -> Iterator[list[int]]:
 
 
 @needs_nixl
-def test_what_is_offered_is_pulled_and_memory_is_registered_once(
+def test_an_offered_version_is_pulled_and_its_memory_is_registered_once(
     sender: NixlSender, puller: NixlTransport
 ) -> None:
     assert isinstance(sender, KeepingSender)
@@ -144,7 +144,7 @@ def change(given: dict[str, HostTensor], seed: int) -> None:
 
 @needs_nixl
 @pytest.mark.parametrize("packed", [(), ("layer.3",)])
-def test_what_is_lent_is_pulled_from_where_it_lies_and_copied_once_it_is_committed(
+def test_lent_tensors_are_pulled_in_place_and_copied_after_the_commit(
     sender: NixlSender, puller: NixlTransport, packed: tuple[str, ...]
 ) -> None:
     assert isinstance(sender, LendingSender)
@@ -234,7 +234,7 @@ def asking(transport: dict[str, Any]) -> Iterator[tuple[socket.socket, dict[str,
 
 
 @needs_nixl
-def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
+def test_a_puller_can_read_only_the_memory_that_the_manifest_names(sender: NixlSender) -> None:
     addresses = {}
     for seed in (1, 2):
         transport = offer(sender, seed)
@@ -436,7 +436,7 @@ def test_an_address_that_is_none_of_ours_is_refused(host: str) -> None:
 
 
 @needs_nixl
-def test_what_a_worker_keeps_is_pulled_from_where_it_lies(puller: NixlTransport) -> None:
+def test_the_kept_copy_of_a_worker_is_pulled_in_place(puller: NixlTransport) -> None:
     from rl_plane.transports.nixl.peer_source import PeerSource
 
     kept = tensors(1) | {
@@ -475,7 +475,7 @@ def test_small_pieces_are_read_together(read_bytes: int, read_pieces: int) -> No
 
 
 @needs_nixl
-def test_what_serves_pullers_is_of_no_use_in_a_forked_child(sender: NixlSender, puller: NixlTransport) -> None:
+def test_a_forked_child_can_close_no_server_of_its_parent(sender: NixlSender, puller: NixlTransport) -> None:
     transport, passed_on = offer(sender, 1), dict(puller.offer(writable(2)))
     source = puller.peer_source()
     reader, writer = os.pipe()

@@ -178,7 +178,7 @@ async def test_the_newest_and_the_committed_stay(plane: Plane, publisher: MakePu
     assert half["object"] in before
 
 
-async def test_what_a_committed_delta_changes_stays_too(plane: Plane, publisher: MakePublisher) -> None:
+async def test_the_versions_that_a_committed_delta_needs_stay_too(plane: Plane, publisher: MakePublisher) -> None:
     trainer, client = publisher(plane, keep=0), await plane.client()
     full, one, two, unnamed = [await trainer.publish(plane.model(1)) for _ in range(4)]
     assert unnamed["object"] in stored(plane), "without a record it is unknown which versions are needed"
@@ -335,7 +335,7 @@ async def test_a_server_that_stays_away_ends_a_receive(
         transport_here.open(transport, "base")
 
 
-async def test_what_goes_while_it_is_written_or_read_is_an_error(plane: Plane) -> None:
+async def test_an_object_that_is_removed_while_it_is_written_or_read_is_an_error(plane: Plane) -> None:
     specs = {str(number): TensorSpec("U8", (3 << 20,)) for number in range(3)}
     sender = ObjectStoreSender(plane.url, plane.namespace, plane.component)
     transport = sender.open(Manifest(pack(specs.items(), 1 << 20)))
@@ -447,7 +447,7 @@ def test_requests_that_are_wrong(plane: Plane, request_: dict[str, Any], field: 
     assert caught.value.facts["fix"]
 
 
-def test_only_what_the_workers_own_component_has_is_read(plane: Plane) -> None:
+def test_a_worker_reads_only_objects_of_its_own_component(plane: Plane) -> None:
     manifest = Manifest(pack([("a", TensorSpec("U8", (10,)))]))
     sender = ObjectStoreSender(plane.url, plane.namespace, "a_b")
     transport = sender.open(manifest)

@@ -82,7 +82,7 @@ async def test_part_by_part_into_two_workers_while_they_generate(plane: Plane) -
             )
 
 
-async def test_what_is_refused(plane: Plane) -> None:
+async def test_a_wrong_call_of_an_update_in_parts_is_refused(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     client = await plane.client()
     ids = await asyncio.to_thread(witnesses.spawn, 2)

@@ -189,7 +189,7 @@ def loads_by_name(tree: ast.AST) -> bool:
     """Reports whether a module can import a module of the product by a string.
 
     A call with the literal name of a foreign module can't. Everything else can: a call with a variable, a loader that
-    is passed on, or one that is imported under another name.
+    is passed on, or a loader under another name.
     """
     nodes = list(ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call) and node.args]

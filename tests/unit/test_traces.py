@@ -184,7 +184,9 @@ class Slow:
         self.go.set()
 
 
-def test_what_does_not_fit_is_dropped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_spans_that_do_not_fit_into_the_queue_are_dropped_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "rl_plane._util.otel")
     export = Slow()
     sender = SpanSender(export.send, export.stop, "http://there")

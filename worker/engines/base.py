@@ -227,7 +227,7 @@ class EngineAdapter(ReceivesWeights):
 
     @abstractmethod
     async def start(self) -> EngineInfo:
-        """Builds the engine; `generate` works when it returns. If it raises, it has closed what it had started."""
+        """Builds the engine. `generate` works when it returns. If it raises, it has stopped what it had started."""
 
     @abstractmethod
     async def close(self) -> None:

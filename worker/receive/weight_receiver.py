@@ -413,7 +413,7 @@ class Receiver:
             check_deltas(self.holder.weight_spec(), delivery.specs)
 
     def _changeable(self) -> KeptCopy | None:
-        """The copy, if a delta or a partial version can change it."""
+        """Returns the kept copy, if a delta or a partial version can change it."""
         kept = self.kept
         return kept if kept is not None and kept.fits(self.holder.weight_spec()) else None
 

@@ -114,5 +114,5 @@ class EngineMemory:
 
 
 def _in_order(tags: Collection[str]) -> list[str]:
-    """Puts weights first."""
+    """Returns the tags, `weights` first."""
     return sorted(tags, reverse=True)

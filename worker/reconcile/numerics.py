@@ -32,7 +32,7 @@ class Numerics:
         self.flow: Flow = "open"
         """`held`: tokens of running requests wait for the verdict. `cut`: these requests continue on other workers."""
         self.verdict: Verdict | None = None
-        """The verdict on the weights that the engine holds now. None: there is none yet."""
+        """The verdict on the weights that the engine holds now. None: they have no verdict yet."""
         self.cuts = 0
         """Counts how often all running requests were ended. A request that began before the last time delivers no more:
         its reader may be slow, so tokens that must not go out may still wait for it."""

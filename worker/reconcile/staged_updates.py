@@ -89,7 +89,7 @@ class _Receive:
 
 
 @dataclass(eq=False, slots=True)
-class _Coming:
+class _ArrivingUpdate:
     """A coordinator's call for an update, from its arrival on."""
 
     update_id: str
@@ -137,7 +137,7 @@ class WeightUpdates:
         self.staged: StagedUpdate | None = None
         self._discarding: asyncio.Task[None] | None = None
         """The end of what was staged before."""
-        self._coming: list[_Coming] = []
+        self._coming: list[_ArrivingUpdate] = []
         self._taken: ReceiveRequest | None = None
         self._exchanged = asyncio.Event()
         """Set while no swap reads the staged weights. A delta may change them in place only then."""
@@ -168,7 +168,7 @@ class WeightUpdates:
         return one if one is not None and not one.cancelled.is_set() else None
 
     def report(self) -> UpdateOnWorker | None:
-        """The update that is being received or is staged. None: there is none. Never blocks."""
+        """Returns the update that this worker receives or has staged, or None. Never blocks."""
         now, one, staged = time.monotonic(), self.receiving, self.staged
         if one is not None:
             opened = one.opened.done() and not one.opened.cancelled()
@@ -400,7 +400,7 @@ class WeightUpdates:
     @contextlib.contextmanager
     def coming(self, update_id: str) -> Iterator[None]:
         """A call for this update is under way, and may wait for its turn: `drop` reaches it before it begins."""
-        one = _Coming(update_id)
+        one = _ArrivingUpdate(update_id)
         self._coming.append(one)
         try:
             yield

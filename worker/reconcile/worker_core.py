@@ -57,7 +57,7 @@ OTHER_MODEL_FIX = "start it with the fleet's model, or begin a new run (`rl-plan
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
+class _Mismatch:
     """One difference between what the engine holds and what is committed."""
 
     name: str | None
@@ -398,14 +398,14 @@ class WorkerCore:
             return Wait(self._next_try)
         return self._fetch(change, now)
 
-    def _waits_for_check(self, change: _Change, record: DecisionRecord, now: float) -> bool:
+    def _waits_for_check(self, change: _Mismatch, record: DecisionRecord, now: float) -> bool:
         """Returns whether base weights may only come by an update: what a coordinator has staged and decided."""
         if change.name is not None or now >= self._check_until:
             return False
         staged = self.staged
         return staged is None or staged.fence is None or not self._fits(staged, change, record)
 
-    def _fetch(self, change: _Change, now: float) -> Instruction:
+    def _fetch(self, change: _Mismatch, now: float) -> Instruction:
         assert change.version is not None
         assert change.source is not None
         source = change.source
@@ -457,7 +457,7 @@ class WorkerCore:
         return staged.fence is None or (self.record is not None and staged.update_id == self.record.update_id)
 
     @staticmethod
-    def _fits(staged: StagedVersion | None, change: _Change, record: DecisionRecord) -> bool:
+    def _fits(staged: StagedVersion | None, change: _Mismatch, record: DecisionRecord) -> bool:
         """Returns whether what is staged is this change: of the record's update, or fetched to heal."""
         return (
             staged is not None
@@ -484,7 +484,7 @@ class WorkerCore:
         """Returns whether a coordinator will still roll this worker, which serves the version before until then."""
         return self._on_the_old() and not self._alone
 
-    def _missing(self) -> _Change | None:
+    def _missing(self) -> _Mismatch | None:
         """Returns the first difference between what the engine holds and what is committed.
 
         Adapters are unloaded first, because they were never committed with a new base. Next comes what is staged,
@@ -495,14 +495,16 @@ class WorkerCore:
         first = (change for change in changes if change.version is None or self._fits(self.staged, change, record))
         return next(first, changes[0] if changes else None)
 
-    def _changes(self, record: DecisionRecord) -> list[_Change]:
+    def _changes(self, record: DecisionRecord) -> list[_Mismatch]:
         held = self.state.adapters
         gone = [
-            _Change(name, None, None) for name in sorted((held.keys() | self._unsure) - record.adapters.keys())
+            _Mismatch(name, None, None) for name in sorted((held.keys() | self._unsure) - record.adapters.keys())
         ]
-        base = [_Change(None, record.version, record.source)] if self.state.digest != record.version.digest else []
+        base = (
+            [_Mismatch(None, record.version, record.source)] if self.state.digest != record.version.digest else []
+        )
         new = [
-            _Change(name, adapter.version, adapter.source)
+            _Mismatch(name, adapter.version, adapter.source)
             for name, adapter in sorted(record.adapters.items())
             if name not in held or held[name].digest != adapter.version.digest or name in self._unsure
         ]

@@ -15,7 +15,7 @@ from rl_plane.protocol.validation import Label
 
 
 class PauseFields(Fields):
-    """`/pause`, as vLLM reads it"""
+    """The body of `/pause`, as vLLM reads it."""
 
     mode: PauseMode = "abort"
     """`abort` ends running requests, `wait` waits for their end, `keep` freezes them."""

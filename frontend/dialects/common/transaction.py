@@ -142,7 +142,7 @@ class Transactions:
         self._current = current
 
     async def _is_open(self, current: _Current) -> bool:
-        """Whether the update that was started here still waits for its end. Silence ends it."""
+        """Whether the update that this frontend started still waits. It expires when the trainer is silent."""
         if current.finished or current.failed:
             return False
         if not current.prepared:
@@ -235,7 +235,7 @@ class Transactions:
         return entry is not None and entry.outcome == "committed"
 
     async def name_next(self, label: str) -> bool:
-        """Labels the update under way, with whichever frontend it was started. False: there is none."""
+        """Labels the update under way, even if another frontend started it. False: no update is under way."""
         current = self._current
         if current is not None and not current.prepared and await self._is_open(current):
             current.label = label

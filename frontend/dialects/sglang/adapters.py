@@ -15,14 +15,14 @@ BY_NAME = "an adapter is known by its name"
 
 
 class LoadFields(AdapterPlaceFields):
-    """`/load_lora_adapter`, of SGLang"""
+    """The body of SGLang's `/load_lora_adapter`."""
 
     pinned: bool = False
     lora_id: str | None = None
 
 
 class UnloadFields(Fields):
-    """`/unload_lora_adapter`"""
+    """The body of `/unload_lora_adapter`."""
 
     lora_name: Label
     lora_id: str | None = None

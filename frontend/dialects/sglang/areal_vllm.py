@@ -24,7 +24,7 @@ LORA_ROUTES = ("update_weights_lora", "set_update_weight_meta_lora", "update_wei
 
 
 class ArealDiskFields(Fields):
-    """`/areal_update_weights`"""
+    """The body of `/areal_update_weights`."""
 
     model_path: str = Field(min_length=1)
     load_format: str | None = None
@@ -32,7 +32,7 @@ class ArealDiskFields(Fields):
 
 
 class ArealTensorFields(BucketFields):
-    """`/areal_set_update_weight_meta`"""
+    """The body of `/areal_set_update_weight_meta`."""
 
     group_name: GroupText = DEFAULT_GROUP
 

@@ -32,20 +32,20 @@ CONTINUED = {"message": "Generation continued successfully.", "status": "ok"}
 
 
 class SglangPauseFields(Fields):
-    """`/pause_generation`"""
+    """The body of `/pause_generation`."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
     """`abort` ends running requests. `retract` computes them again afterwards. `in_place` freezes them."""
 
 
 class ContinueFields(Fields):
-    """`/continue_generation`"""
+    """The body of `/continue_generation`."""
 
     torch_empty_cache: bool = True
 
 
 class SglangAbortFields(Fields):
-    """`/abort_request`"""
+    """The body of `/abort_request`."""
 
     rid: str | list[str] | None = None
     """The id that the caller of this frontend chose (`rid`, `X-Request-Id`), or the id of the reply."""
@@ -53,14 +53,14 @@ class SglangAbortFields(Fields):
 
 
 class FlushFields(Fields):
-    """`/flush_cache`"""
+    """The body of `/flush_cache`."""
 
     timeout: float = Field(0.0, ge=0, le=MAX_FLUSH_S)
     """Seconds to wait until the engines can drop their caches."""
 
 
 class MemoryFields(Fields):
-    """`/release_memory_occupation` and `/resume_memory_occupation`"""
+    """The body of `/release_memory_occupation` and `/resume_memory_occupation`."""
 
     tags: list[Literal["kv_cache", "weights", "cuda_graph"]] | None = None
     """The default is all of them. `cuda_graph` has no effect: an engine releases its graphs with its weights."""

@@ -28,7 +28,7 @@ lock."""
 
 
 class GroupFields(Fields):
-    """`/init_weights_update_group`"""
+    """The body of `/init_weights_update_group`."""
 
     master_address: str = Field(min_length=1, max_length=255, pattern=PRINTABLE)
     master_port: int = Field(ge=1, le=65_535)
@@ -41,7 +41,7 @@ class GroupFields(Fields):
 
 
 class GroupName(Fields):
-    """`/destroy_weights_update_group`"""
+    """The body of `/destroy_weights_update_group`."""
 
     group_name: GroupText | None = None
     """The default is the group that SkyRL has formed last, or else `weight_update_group`."""
@@ -50,7 +50,7 @@ class GroupName(Fields):
 FormGroup = Callable[[GroupFields, str], Awaitable[dict[str, Any]]]
 
 
-class _Line:
+class _FormingTurns:
     """The calls that form groups, one after another in the order of their arrival. The same ranks form all of them, and
     each call has its whole time."""
 
@@ -90,7 +90,7 @@ class Groups:
         """The group of calls that name none: SGLang's default, or the last one of SkyRL's."""
         self._context = context
         self._backends: dict[str, str] = {}
-        self._line = _Line(turn_wait_s)
+        self._line = _FormingTurns(turn_wait_s)
 
     async def backend_of(self, name: str) -> str:
         """The backend of a group. If another frontend formed it, the backend that every worker has."""
@@ -122,7 +122,7 @@ class Groups:
             except (InvalidRequest, Unsupported):
                 raise  # the error of this call alone
             except PlaneError as error:
-                line.failure, self._line = error, _Line(line.wait_s)  # later calls try again
+                line.failure, self._line = error, _FormingTurns(line.wait_s)  # later calls try again
                 raise
         while len(self._backends) >= MAX_KNOWN:
             del self._backends[next(iter(self._backends))]

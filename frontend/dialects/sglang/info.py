@@ -19,14 +19,14 @@ SGLANG = "0.5.23"
 
 
 class LoadsFields(Fields):
-    """`/v1/loads`"""
+    """The body of `/v1/loads`."""
 
     include: str | None = None
     """Sections. Only `core` exists."""
     dp_rank: int | None = Field(None, ge=0)
     """Return only the load of this worker, by its place in the list."""
     format: str | None = None
-    """Only `json`."""
+    """The format of the reply. Only `json` is supported."""
 
 
 class RegisterFields(Fields):

@@ -77,7 +77,7 @@ class BucketFields(Fields):
 
 
 class DistributedFields(SglangUpdateFields, BucketFields):
-    """`/update_weights_from_distributed`"""
+    """The body of `/update_weights_from_distributed`."""
 
     group_name: GroupText = DEFAULT_GROUP
     load_format: str | None = None
@@ -86,7 +86,7 @@ class DistributedFields(SglangUpdateFields, BucketFields):
 
 
 class PrepareFields(Fields):
-    """`/prepare_weights_update`, of SGLang-Omni"""
+    """The body of SGLang-Omni's `/prepare_weights_update`."""
 
     num_buckets: int = Field(ge=1)
     buckets: list[BucketFields]

@@ -23,7 +23,7 @@ IPC = "ipc_handles"
 
 
 class SkyrlGroupFields(Fields):
-    """`/init_weight_update_communicator`"""
+    """The body of `/init_weight_update_communicator`."""
 
     master_address: str | None = Field(None, min_length=1, max_length=255, pattern=PRINTABLE)
     """The older name of `master_addr`."""
@@ -42,7 +42,7 @@ class SkyrlGroupFields(Fields):
 
 
 class SkyrlTensorFields(Fields):
-    """`/update_weights` and `/update_weights_skyrl`: one tensor, or several"""
+    """The body of `/update_weights` and `/update_weights_skyrl`: one tensor, or several."""
 
     name: str | None = None
     dtype: str | None = None
@@ -55,7 +55,7 @@ class SkyrlTensorFields(Fields):
     packed: bool | None = None
     """Has the meaning of `sizes`, which it comes with."""
     extras: list[dict[str, Any]] | None = None
-    """Not supported with CUDA IPC handles."""
+    """The frontend refuses an entry with CUDA IPC handles."""
 
 
 def mount_skyrl_remote(routes: SharedRoutes, groups: Groups, updates: Updates) -> None:

@@ -46,7 +46,7 @@ FORMAT = "safetensors"
 
 
 class TensorFields(SglangUpdateFields):
-    """`/update_weights_from_tensor`"""
+    """The body of `/update_weights_from_tensor`."""
 
     serialized_named_tensors: list[str | LongText] = Field(min_length=1, max_length=1024)
     """For each rank of an engine the base64 of what SGLang's `MultiprocessingSerializer` makes; or one safetensors file
@@ -57,7 +57,7 @@ class TensorFields(SglangUpdateFields):
 
 
 class AdapterFields(Fields):
-    """`/load_lora_adapter_from_tensors`"""
+    """The body of `/load_lora_adapter_from_tensors`."""
 
     lora_name: Label
     config_dict: dict[str, Any]
@@ -76,8 +76,11 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
     held = updates.held
 
     async def standing() -> tuple[int, str | None, bool]:
-        """Names the update of a call. The body itself has the tensors, so the call that has committed may be repeated
-        too, while nothing else was committed since, and nothing was opened that it could be a part of."""
+        """Names the update of a call.
+
+        The body itself has the tensors. So a trainer may also repeat the call that has committed, until another update
+        is committed, or one is opened that the call could be a part of.
+        """
         if held:
             return held.number, None, False
         if (session := await updates.session()) is not None:  # of tensors that the trainer shares

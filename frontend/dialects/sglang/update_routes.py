@@ -35,7 +35,7 @@ DISK_FORMATS = (None, "auto", "safetensors")
 
 
 class DiskFields(SglangUpdateFields):
-    """`/update_weights_from_disk`"""
+    """The body of `/update_weights_from_disk`."""
 
     model_path: str = Field(min_length=1)
     load_format: str | None = None
@@ -49,27 +49,27 @@ class DiskFields(SglangUpdateFields):
 
 
 class IpcFields(SglangUpdateFields):
-    """`/update_weights_from_ipc`"""
+    """The body of `/update_weights_from_ipc`."""
 
     zmq_handles: dict[str, str]
     """The address of each GPU's socket, by its UUID."""
 
 
 class BeginFields(Fields):
-    """`/begin_weight_update`"""
+    """The body of `/begin_weight_update`."""
 
     selector: Literal["target", "draft", "all"] = "all"
 
 
 class SglangVersionFields(Fields):
-    """`/update_weight_version`, of SGLang"""
+    """The body of SGLang's `/update_weight_version`."""
 
     new_version: Label
     abort_all_requests: bool = True
 
 
 class CompleteFields(Fields):
-    """`/complete_weights_update`, of SGLang-Omni"""
+    """The body of SGLang-Omni's `/complete_weights_update`."""
 
     group_name: str | None = None
     """The group that was prepared, which is the default. Any other group is refused."""

@@ -17,7 +17,7 @@ from rl_plane.protocol.worker_ops import MAX_SKIPPED
 
 
 class SglangCheckerFields(Fields):
-    """`/weights_checker`"""
+    """The body of `/weights_checker`."""
 
     action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
     allow_quant_error: bool = False

@@ -19,7 +19,7 @@ DONE = {"status": "ok"}
 
 
 class EngineInitFields(Fields):
-    """`/engine/init_weights_update_group`"""
+    """The body of `/engine/init_weights_update_group`."""
 
     engine_rpc: Literal["init_weight_transfer_engine"] = "init_weight_transfer_engine"
     init_info: dict[str, Any]
@@ -27,7 +27,7 @@ class EngineInitFields(Fields):
 
 
 class EngineUpdateFields(Fields):
-    """`/engine/update_weights_from_distributed`"""
+    """The body of `/engine/update_weights_from_distributed`."""
 
     engine_rpc: Literal["start_weight_update", "update_weights", "finish_weight_update"]
     update_info: dict[str, Any] | None = None

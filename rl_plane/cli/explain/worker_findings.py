@@ -129,7 +129,7 @@ def of_starting(facts: KnownFacts, one: Row) -> Finding:
 
 
 def of_request(row: Row, always: bool = False) -> list[Finding]:
-    """The finding of a running request. Empty: its tokens come. `always`: also then."""
+    """Returns the finding of a running request, or none if its tokens come. `always`: returns it then too."""
     since, worker = float(row["since_progress_s"]), row["worker"]
     made = f"{row['tokens']} of at most {row['max_tokens']} tokens"
     if worker is None:

@@ -55,7 +55,7 @@ class Follower:
         return Following(self, publication, taken)
 
     def sender(self, number: int, backend: str, workers: list[Mapping[str, Any]]) -> SharingSender:
-        """This rank's sender with rank 0's number; it is made if it is new."""
+        """Returns this rank's sender with rank 0's number, and makes it if the number is new."""
         if number not in self._senders:
             options = self.options
             sender = self._make_sender(

@@ -165,7 +165,7 @@ class Lead:
         return replace(change, digest=copy.digest, sizes=sizes)
 
     def from_copies(self, copy: HostCopy, change: Change, deltas: bool) -> Taken:
-        """The version in full, or its deltas, to be sent by each owner from its copy."""
+        """Returns the version in full, or its deltas. Each owner sends its part from its copy."""
         assert self._taken is not None, "begin comes first"
         sizes, taken = change.sizes, self._taken
         if not deltas:

@@ -47,7 +47,8 @@ def stated_collective(collective: bool | None) -> bool:
 def take_state(
     state: Mapping[str, Any], dtype: torch.dtype | None, names: Names, adapter_config: bytes | None = None
 ) -> Taken:
-    """The tensors of a state dict, each gathered when it is asked for. Tied weights occur once."""
+    """Returns the tensors of a state dict. It gathers each tensor when the caller asks for it. Tied weights occur
+    once."""
     sent: list[tuple[str, Any]] = []
     specs: list[tuple[str, TensorSpec]] = []
     seen: set[Any] = set()

@@ -58,7 +58,7 @@ NO_TURN = -1
 
 
 @dataclass(slots=True)
-class _Receiver:
+class _ConnectedReceiver:
     """One connected receiver."""
 
     connection: socket.socket
@@ -131,7 +131,7 @@ class IpcUpdate:
         self._why_dropped = ""
         """Why the last receiver that has not everything was dropped."""
         self._turns: list[dict[str, Any]] = []
-        self._receivers: dict[socket.socket, _Receiver] = {}
+        self._receivers: dict[socket.socket, _ConnectedReceiver] = {}
         self._strangers: dict[socket.socket, float] = {}
         """Connections that have not sent the secret, each with the time at which it is closed."""
         self._closed = False
@@ -308,7 +308,7 @@ class IpcUpdate:
                 connection.close()
 
     def _add_receiver(self, connection: socket.socket) -> None:
-        receiver = _Receiver(connection, 0, 0, time.monotonic(), named=not self._on_gpu)
+        receiver = _ConnectedReceiver(connection, 0, 0, time.monotonic(), named=not self._on_gpu)
         try:
             if self._begun_without:
                 send_packet(connection, {"error": "the update has begun without this receiver: it came too late"})
@@ -326,7 +326,7 @@ class IpcUpdate:
         self._selector.register(connection, selectors.EVENT_READ)
         self._send_turns(receiver)
 
-    def _send_turns(self, receiver: _Receiver) -> None:
+    def _send_turns(self, receiver: _ConnectedReceiver) -> None:
         """Sends the turns that the receiver does not know: at most three packets, for which the socket has room."""
         try:
             while receiver.named and receiver.sent < len(self._turns):
@@ -336,7 +336,7 @@ class IpcUpdate:
         except Exception as error:  # torch raises many kinds of errors
             self._refuse(receiver, error)
 
-    def _send_turn(self, receiver: _Receiver, turn: dict[str, Any]) -> None:
+    def _send_turn(self, receiver: _ConnectedReceiver, turn: dict[str, Any]) -> None:
         number = turn.get("bucket")
         if self._own is None or number is None or not self._is_lent(number):
             send_packet(receiver.connection, turn)
@@ -356,7 +356,7 @@ class IpcUpdate:
             finally:
                 close_all(opened)
 
-    def _read(self, receiver: _Receiver) -> None:
+    def _read(self, receiver: _ConnectedReceiver) -> None:
         try:
             answer, _ = read_packet(receiver.connection)
         except BlockingIOError:
@@ -380,7 +380,7 @@ class IpcUpdate:
             self._ended += 1
             self._forget(receiver)
 
-    def _name(self, receiver: _Receiver, gpu: Any) -> None:
+    def _name(self, receiver: _ConnectedReceiver, gpu: Any) -> None:
         """Sends the receiver the handles of the buffers on its GPU."""
         try:
             receiver.gpu = seen(self._cuda, gpu)
@@ -400,7 +400,7 @@ class IpcUpdate:
             if (receiver.taken < receiver.sent or not receiver.named) and receiver.since < limit:
                 self._drop(receiver, f"it was silent for {self._silent_receiver_s:g} s")
 
-    def _refuse(self, receiver: _Receiver, error: Exception) -> None:
+    def _refuse(self, receiver: _ConnectedReceiver, error: Exception) -> None:
         """Drops a receiver, and sends it the reason."""
         why, gone = str(error) or type(error).__name__, isinstance(error, ConnectionError)
         if not gone:
@@ -410,7 +410,7 @@ class IpcUpdate:
             send_packet(receiver.connection, {"error": why})
         self._drop(receiver, why, gone)
 
-    def _drop(self, receiver: _Receiver, why: str, gone: bool = False) -> None:
+    def _drop(self, receiver: _ConnectedReceiver, why: str, gone: bool = False) -> None:
         self._why_dropped = why
         if gone and receiver.shares:
             self._hear_closed(receiver)
@@ -418,7 +418,7 @@ class IpcUpdate:
         log.info("a receiver is given up after %d of %d turns: %s", receiver.taken, receiver.sent, why)
         self._forget(receiver)
 
-    def _hear_closed(self, receiver: _Receiver) -> None:
+    def _hear_closed(self, receiver: _ConnectedReceiver) -> None:
         """Reads what the receiver sent before its connection ended. An error of the connection comes once, before
         that."""
         for _ in range(BUFFERS + 2):
@@ -431,7 +431,7 @@ class IpcUpdate:
             if answer.keys() == {"closed"}:
                 receiver.gave_up(_turns(answer))
 
-    def _forget(self, receiver: _Receiver) -> None:
+    def _forget(self, receiver: _ConnectedReceiver) -> None:
         del self._receivers[receiver.connection]
         with contextlib.suppress(KeyError, ValueError, RuntimeError):
             self._selector.unregister(receiver.connection)

@@ -60,7 +60,7 @@ class TorchCuda:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A storage of its own, as uint8, over the same memory.
+        """Returns a uint8 tensor with a storage of its own over the same memory.
 
         torch keeps its notes of a share until the storage is freed, and a trainer's weights never are. torch allows
         the call only on the thread's current GPU.

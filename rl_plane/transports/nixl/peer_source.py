@@ -28,7 +28,7 @@ class PeerSource:
         self._server = MetadataServer(host, 0)
         self._process = os.getpid()
         self._made: Any = None
-        self._offers: dict[str, _LentTensors] = {}
+        self._offers: dict[str, _OfferedTensors] = {}
         """The offer of each secret."""
         self._relay: _Relay | None = None
         self._ending = threading.Lock()
@@ -61,7 +61,7 @@ class PeerSource:
         ]
         regions = [(address, nbytes, 0, "") for bucket in places for address, nbytes in bucket if nbytes]
         secret, registered = secrets.token_hex(16), self._agent.register_memory(regions, "DRAM")
-        self._offers[secret] = _LentTensors(registered, tensors)
+        self._offers[secret] = _OfferedTensors(registered, tensors)
         try:
             metadata = self._agent.get_partial_agent_metadata(registered, True, ["UCX"])
             self._server.offer(secret, metadata, manifest, places)
@@ -109,7 +109,7 @@ class PeerSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _LentTensors:
+class _OfferedTensors:
     registered: Any
     tensors: Mapping[str, HostTensor]
     """Keeps the memory from being freed."""

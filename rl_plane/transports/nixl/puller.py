@@ -12,7 +12,7 @@ from rl_plane.transports.nixl.wire import RegisteredMemory, make_agent
 
 
 @dataclass(frozen=True, slots=True)
-class _Registration:
+class _RegisteredPlace:
     owner: Callable[[], Any]
     """Returns the object that owns the memory. None: it is gone."""
     registered: Any
@@ -31,7 +31,7 @@ class Puller:
         # After the agent, so that this memory is freed after it: until the agent has ended, bytes may still arrive.
         self._buffers: list[RegisteredMemory] = []
         self._owners: Sequence[Any] = ()
-        self._places: dict[int, _Registration] = {}
+        self._places: dict[int, _RegisteredPlace] = {}
         """The registered memory. The key is the `id` of the object that owns the memory."""
 
     def buffers(self, count: int, nbytes: int) -> Sequence[RegisteredMemory]:
@@ -53,7 +53,9 @@ class Puller:
         for key, owner in owners.items():
             if key not in self._places:
                 region = (ctypes.addressof(ctypes.c_char.from_buffer(owner)), memoryview(owner).nbytes, 0, "")
-                self._places[key] = _Registration(_reference(owner), self.agent.register_memory([region], "DRAM"))
+                self._places[key] = _RegisteredPlace(
+                    _reference(owner), self.agent.register_memory([region], "DRAM")
+                )
         self._owners = list(owners.values())
 
     def release(self) -> None:

@@ -99,7 +99,7 @@ class Chooser:
         self._own = deque(self._of_share(plan.share)) if plan.share is not None else deque[int]()
         """Buckets to take from the trainer: the own share, then those of lost and of slow peers."""
         self._idle_since = now
-        """The time at which the last read ended that was not instead of a peer."""
+        """The time at which the last read ended. Reads that replace a read from a peer do not count."""
         self._behind: set[int] = set()
         """Shares that were found behind. They stay so, because their buckets come from other receivers then."""
         self._instead: set[int] = set()

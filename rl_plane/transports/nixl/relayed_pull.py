@@ -1,8 +1,8 @@
 """The delivery of a version that comes from the trainer and from other workers at once.
 
-One thread does all reads. `Chooser` says which; `PeerLink` tells what the peers have. A bucket is read into memory of
-this module's own, a *slot*, then checked against its tensors' digests, and only then given to the engine and to the
-peers. A slot whose read has failed is not used again, since bytes may still arrive in it.
+One thread does all reads. `Chooser` chooses them, and `PeerLink` reports what the peers have. The thread reads a bucket
+into memory of this module, a *slot*. It checks the bucket against the digests of its tensors, and only then gives it to
+the engine and to the peers. It does not use a slot again whose read has failed, because bytes may still arrive in it.
 """
 
 from __future__ import annotations

@@ -44,13 +44,13 @@ class _Version:
     lent: Mapping[int, Sequence[Region]] = field(default_factory=dict)
     """For each bucket that is read in place, the memory of its tensors."""
     area: RegisteredMemory | None = None
-    """The memory of the other buckets; None before one is packed."""
+    """The memory of the other buckets. None: no bucket is packed yet."""
     offered: Manifest | None = None
     """The manifest with its digests, once the version can be pulled."""
 
     @property
     def offsets(self) -> Mapping[int, int]:
-        """The offset in the area of each bucket that is packed."""
+        """The offset of each packed bucket in `area`."""
         found, end = {}, 0
         for number, bucket in enumerate(self.manifest.buckets):
             if number not in self.lent:

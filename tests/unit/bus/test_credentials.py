@@ -151,7 +151,7 @@ def test_they_travel_to_the_ranks_of_an_engine_as_paths(tmp_path: Path) -> None:
         ("nats://h", {"cert": Path("c"), "cert_key": Path("k")}, True),
     ],
 )
-def test_what_asks_for_tls(url: str, files: dict[str, Path], wants: bool) -> None:
+def test_a_url_or_a_certificate_asks_for_tls(url: str, files: dict[str, Path], wants: bool) -> None:
     assert NatsCredentials(**files).wants_tls(url) is wants
 
 

@@ -154,7 +154,7 @@ def test_a_rollback_means_one_committed_version_of_this_run() -> None:
         rollback_target([], "r", "step_1", None)
 
 
-def test_where_a_rollback_takes_its_weights_from() -> None:
+def test_a_rollback_takes_the_source_of_its_entry_or_the_models_path() -> None:
     entry = committed(1)
     assert source_of(entry, []) == {"backend": "filesystem", "path": "/ckpt/1"}
     initial = replace(entry, transport=None)

@@ -470,10 +470,10 @@ def test_a_coordinator_that_loses_a_roll_opens_and_then_watches_the_workers() ->
     assert driver.all(Write, "open")[0].record == driver.decided.opened()
 
 
-@pytest.mark.parametrize("nobody", [None, Conflict("nobody tells")])
-def test_a_lost_roll_tries_to_open_the_record_until_it_can_be_written(nobody: PlaneError | None) -> None:
+@pytest.mark.parametrize("unheard", [None, Conflict("no worker answers")])
+def test_a_lost_roll_tries_to_open_the_record_until_it_can_be_written(unheard: PlaneError | None) -> None:
     driver = Driver(
-        update(policy={"barrier": "rolling"}), roll=LOST, open=[LOST, LOST, None], watch=[nobody, None]
+        update(policy={"barrier": "rolling"}), roll=LOST, open=[LOST, LOST, None], watch=[unheard, None]
     )
     driver.outcome()
     assert driver.phases[-8:] == ["roll", *["open", "watch"] * 3, "open"]
@@ -487,9 +487,9 @@ def test_a_rolling_update_that_is_fenced_still_watches_the_workers() -> None:
 
 
 def test_an_update_raises_the_error_of_a_watch_that_hears_no_worker() -> None:
-    nobody = Conflict("committed, and nobody tells")
-    driver = Driver(update(), commit=LOST, watch=nobody)
-    assert driver.run().result is nobody
+    unheard = Conflict("committed, and no worker answers")
+    driver = Driver(update(), commit=LOST, watch=unheard)
+    assert driver.run().result is unheard
 
 
 def test_strict_opens_only_when_the_silent_have_left_or_lost_their_leases() -> None:

@@ -71,7 +71,7 @@ def test_the_newest_record_is_whichever_is_newest_in_the_store_here_or_at_a_work
 FINISH = ["gate", "commit", "open", "open", "recheck"]
 
 
-def test_what_a_dead_coordinator_had_decided_is_finished_first() -> None:
+def test_an_update_that_a_dead_coordinator_had_decided_is_finished_first() -> None:
     driver = Driver(update(), R1)
     outcome = driver.outcome()
     assert driver.phases == ["survey", *FINISH, *WHOLE[1:]]

@@ -74,7 +74,7 @@ def test_each_host_of_an_engine_over_several_gets_a_plan(count: int) -> None:
     assert sorted(plan["share"] for plan in plans) == list(range(1 + count)), "each host takes a share"
 
 
-def test_what_the_hosts_of_an_engine_took_is_summed() -> None:
+def test_the_bytes_of_each_source_are_summed_over_the_hosts_of_an_engine() -> None:
     def use(source: str, nbytes: int, seconds: float) -> SourceUse:
         return SourceUse(source=source, bytes=nbytes, seconds=seconds)
 
@@ -99,7 +99,7 @@ def test_other_updates_have_no_plan(body: dict[str, Any]) -> None:
     assert all(not one.each for one in sent(driver, "prepare_update"))
 
 
-def test_what_an_entry_says_of_sources_is_bounded() -> None:
+def test_the_sources_in_an_entry_are_bounded() -> None:
     many = [SourceUse(source=f"worker-{n}", bytes=n, seconds=float(n)) for n in range(9)]
     short = largest(many, SOURCES_OF_A_WORKER)
     assert len(short) == SOURCES_OF_A_WORKER

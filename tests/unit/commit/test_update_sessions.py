@@ -126,7 +126,7 @@ def test_a_call_that_completes_an_update_may_choose_kept_kv() -> None:
 
 
 @pytest.mark.parametrize("call", [COMPLETE, ABORT])
-def test_what_is_not_prepared_is_neither_completed_nor_aborted(call: UpdateCommand) -> None:
+def test_an_update_that_is_not_prepared_is_neither_completed_nor_aborted(call: UpdateCommand) -> None:
     driver = Driver(call)
     assert driver.error(UpdateAborted).facts["field"] == "update_id"
     driver = with_session(call, replace(SESSION, update_id="other"))
@@ -363,7 +363,7 @@ def test_a_session_without_an_owner_can_be_completed() -> None:
 
 
 @pytest.mark.parametrize("session", [None, replace(SESSION, update_id="other")])
-def test_what_is_not_prepared_can_not_be_named(session: UpdateSession | None) -> None:
+def test_an_update_that_is_not_prepared_can_not_be_named(session: UpdateSession | None) -> None:
     driver = Driver(NAME)
     driver.session = session
     driver.error(UpdateAborted)
@@ -385,7 +385,7 @@ def test_completed_again_after_its_coordinator_died_it_is_not_decided_twice(kept
         assert ("gate" in driver.phases) == (not record.final)
 
 
-def test_what_is_decided_is_neither_aborted_nor_named_nor_prepared_again() -> None:
+def test_a_decided_update_is_neither_aborted_nor_named_nor_prepared_again() -> None:
     for call in (ABORT, NAME, prepare()):
         driver = with_session(call, SESSION, DECIDED.opened())
         assert driver.error(Conflict).facts["version"] == V1.to_wire()

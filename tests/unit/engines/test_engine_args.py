@@ -89,7 +89,7 @@ def test_the_command_line_wins_and_comes_last(written: Callable[[str], Path]) ->
         ("bytes: !!binary aGk=", "bytes", "is bytes"),
     ],
 )
-def test_what_is_no_map_of_arguments_is_refused(
+def test_a_file_that_is_no_map_of_arguments_is_refused(
     written: Callable[[str], Path], text: str, key: str, words: str
 ) -> None:
     file = written(text)
@@ -284,7 +284,7 @@ def _told_to_sglang(monkeypatch: pytest.MonkeyPatch, model: Path, arguments: dic
     ],
 )
 @THEIRS
-def test_what_the_worker_sets_itself_is_refused_or_gives_way(
+def test_an_argument_that_the_worker_sets_itself_is_refused_or_gives_way(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, told: Callable[..., dict[str, Any]]
 ) -> None:
     arguments = importlib.import_module(f"worker.engines.{engine}.args")

@@ -288,7 +288,7 @@ async def test_the_tokens_of_a_reply_include_its_stop_token(base: Path) -> None:
     assert deltas[-1].spans[-1].end == len(tokens(deltas))
 
 
-async def test_what_a_request_allows_and_bars(base: Path) -> None:
+async def test_a_request_allows_and_bars_tokens(base: Path) -> None:
     engine = await started(base)
 
     async def made(**fields: Any) -> list[int]:

@@ -50,7 +50,7 @@ def test_a_prompt_needs_a_logprob_for_each_token_but_the_first(value: float | No
         check_prompt([None, -1.0, value])
 
 
-def test_what_sglang_sends_from_then_on_says_so() -> None:
+def test_sglangs_later_replies_carry_the_mark_of_a_not_finite_logit() -> None:
     """The ranks of a pipeline pass the mark on, up to the reply that the adapter reads."""
     good, bad, unfinished = requests = [SimpleNamespace() for _ in range(3)]
     observer = Observer()

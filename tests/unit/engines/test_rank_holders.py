@@ -183,7 +183,7 @@ def test_weights_are_written_on_the_ranks_own_gpu_between_two_steps(
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_what_the_config_ties_comes_as_one(tmp_path: Path, kind: str) -> None:
+def test_tensors_that_the_config_ties_are_accepted_only_if_they_are_equal(tmp_path: Path, kind: str) -> None:
     runner = Runner(torch.device("cpu"))
     holder = holder_of(kind, tmp_path, runner, tie_word_embeddings=True)
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"

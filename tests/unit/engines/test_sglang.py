@@ -27,7 +27,7 @@ from worker.testing.tiny_model import make_tiny_model
 DISABLED = "TORCHDYNAMO_DISABLE"
 
 
-async def test_what_an_abort_repeats_is_not_taken_again() -> None:
+async def test_a_token_that_an_abort_repeats_is_not_taken_again() -> None:
     stream = SglangStream(ask([1], logprobs=True), [1], frozenset(), Experts(1, 1, 1))
 
     def out(ids: list[int], count: int, finish: Any = None) -> dict[str, Any]:
@@ -52,7 +52,9 @@ async def test_what_an_abort_repeats_is_not_taken_again() -> None:
         (False, "pytorch", True, None),
     ],
 )
-def test_where_seeds_count(on_cpu: bool, backend: str, deterministic: bool, fix: str | None) -> None:
+def test_seeds_count_only_with_a_sampler_that_uses_them(
+    on_cpu: bool, backend: str, deterministic: bool, fix: str | None
+) -> None:
     lacking = adapter.lacking_seeds(on_cpu, backend, deterministic)
     assert lacking.keys() == ({"generate:seed"} if fix else set())
     assert all(reason.endswith(fix or "") for reason in lacking.values())

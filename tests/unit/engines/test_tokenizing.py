@@ -17,7 +17,7 @@ from rl_plane.protocol.worker_ops import Tokenize
 from worker.engines.common.tokenizing import Tokenizing, eos_tokens, load_tokenizer, prompt_tokens
 
 
-def test_only_what_the_model_can_make_ends_a_text(tmp_path: Path) -> None:
+def test_only_a_token_that_the_model_can_make_ends_a_text(tmp_path: Path) -> None:
     config = {"model_type": "qwen3", "vocab_size": 16, "eos_token_id": [3, 15, 16]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, -1]}))
@@ -135,7 +135,7 @@ async def test_special_tokens_are_around_a_text_unless_it_says_otherwise(tokeniz
         assert await prompt_tokens(tokenizer, request) == tokens
 
 
-async def test_what_a_template_refuses_is_an_invalid_request(tokenizer: Any) -> None:
+async def test_a_chat_that_the_template_refuses_is_an_invalid_request(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
     with pytest.raises(InvalidRequest, match="no tools here") as caught:
         await Engine(tokenizer).tokenize(Tokenize(messages=MESSAGES, tools=[TOOL]))

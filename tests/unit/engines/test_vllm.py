@@ -47,7 +47,7 @@ async def test_the_processes_end_also_if_vllms_own_shutdown_fails(tmp_path: Path
         assert await child.wait() == -signal.SIGKILL
 
 
-async def test_what_a_cancelled_pause_undoes_late_does_not_undo_the_next_one(tmp_path: Path) -> None:
+async def test_the_late_resume_of_a_cancelled_pause_does_not_undo_the_next_pause(tmp_path: Path) -> None:
     engine, llm = await standing_in(tmp_path)
     waits = asyncio.create_task(engine.pause("wait", False))
     await asyncio.sleep(0)

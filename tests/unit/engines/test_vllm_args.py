@@ -65,7 +65,7 @@ def test_ranks_share_the_cores(cores: int, ranks: int, binding: str | None) -> N
     assert thread_binding(ranks, range(cores)) == binding
 
 
-def test_what_fails_on_a_cpu_is_refused_there() -> None:
+def test_a_pipeline_is_refused_on_a_cpu() -> None:
     with pytest.raises(InvalidRequest, match="for GPUs") as caught:
         check_cpu({"pipeline_parallel_size": 2})
     assert caught.value.facts["field"] == "engine_arg.pipeline_parallel_size"

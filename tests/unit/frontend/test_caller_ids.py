@@ -10,11 +10,11 @@ def test_requests_by_the_names_that_their_callers_gave_them() -> None:
     with ids.under(["mine", "made-1"], "made-1"), ids.under(["mine", "other"], "made-2"):
         assert ids.made_of(["mine"]) == ["made-1", "made-2"]
         assert ids.made_of(["other", "mine", "made-1"]) == ["made-2", "made-1"]
-        assert ids.made_of(["mine-0", "made-1-3", "nobody", "nobody-1"]) == [
+        assert ids.made_of(["mine-0", "made-1-3", "unknown", "unknown-1"]) == [
             "made-1-0",
             "made-2-0",
             "made-1-3",
-            "nobody",
-            "nobody-1",
+            "unknown",
+            "unknown-1",
         ]
     assert ids.made_of(["mine"]) == ["mine"], "they have ended"

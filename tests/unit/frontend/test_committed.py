@@ -214,7 +214,7 @@ def test_an_unlabelled_delta_is_not_delivered(first: GenerateDelta | None, then:
         labels.take(then, 0.0)
 
 
-def test_what_an_engine_cant_witness_is_said_by_its_worker() -> None:
+def test_tokens_without_a_version_are_accepted_from_an_engine_that_can_not_witness() -> None:
     known = history(record(1))
     labels = SpanCheck(known, "a", known.count, witnesses=False)
     labels.take(delta(0), 0.0)
@@ -413,7 +413,7 @@ def test_both_states_of_a_rolling_update_are_good_until_it_ends() -> None:
 
 
 def view() -> MembershipView:
-    bus = Bus("nats://nobody", "test")
+    bus = Bus("nats://nowhere", "test")
     return MembershipView(bus, Subjects("ns", "c"), Gather(bus))
 
 
@@ -443,7 +443,7 @@ def test_an_opened_record_is_not_closed_again() -> None:
     assert known.record == record(2)
 
 
-def test_of_two_decisions_with_one_number_the_later_write_counts() -> None:
+def test_the_later_write_counts_if_two_decisions_have_one_number() -> None:
     known = view()
     known.take_record(record(2), 12)
     other = replace(record(2), update_id="another")

@@ -55,7 +55,7 @@ def test_demands_stand_at_the_top_or_in_nvext() -> None:
         ({"migrate": True, "presence_penalty": 0.5}, "presence_penalty"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(body: dict[str, Any], field: str) -> None:
+def test_a_senseless_demand_is_refused_by_its_field(body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         plan_completion({"prompt": "hi", **body}, "r")
     assert caught.value.facts["field"] == field

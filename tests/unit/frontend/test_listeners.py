@@ -46,7 +46,7 @@ def test_a_taken_port_is_named(field: str) -> None:
         ("203.0.113.1", "k", "rl_port"),
     ],
 )
-def test_what_can_not_be_bound_is_named(host: str, key: str | None, field: str) -> None:
+def test_an_address_that_can_not_be_bound_is_refused_by_its_field(host: str, key: str | None, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         bind("rl_port", host, 0, key, False)
     assert caught.value.facts["field"] == field

@@ -267,7 +267,7 @@ def test_messages_have_one_form_for_all_templates() -> None:
 TOOL = {"type": "function", "function": {"parameters": {}, "name": "look"}}
 
 
-def test_what_the_template_is_given() -> None:
+def test_a_chat_passes_its_fields_to_the_template() -> None:
     assert chat().requests[0].rendering == Rendering()
     fields: dict[str, Any] = {"tools": [TOOL], "documents": [{"title": "t"}], "continue_final_message": True}
     expected = Rendering(
@@ -482,7 +482,7 @@ def test_a_known_field_that_is_not_served_is_never_ignored(plan: Callable[..., P
         ),
     ],
 )
-def test_what_is_known_and_not_served_is_a_501(
+def test_a_known_field_that_is_not_served_is_a_501(
     plan: Callable[..., Plan], body: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(Unsupported) as caught:

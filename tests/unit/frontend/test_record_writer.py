@@ -78,7 +78,7 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
     assert [line["id"] for line in lines(tmp_path / "records")] == ["r4", "r5", "r6"]
 
 
-def test_what_does_not_fit_into_the_queue_is_dropped_at_once(tmp_path: Path) -> None:
+def test_a_record_that_does_not_fit_into_the_queue_is_dropped_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FIRST_FILE)  # a disk that takes nothing before the pipe has a reader
     writer = RecordWriter(tmp_path, 3, queued_tokens=20, clock=lambda: FIRST_NS)
     writer.start()

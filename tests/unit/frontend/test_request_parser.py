@@ -184,7 +184,7 @@ OF_STATE = frozenset(
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=pytest.mark.engines(name)) for name in THEIRS])
-def test_what_an_engines_own_server_takes_is_served_or_refused_by_name(engine: str) -> None:
+def test_each_field_of_an_engines_own_server_is_served_or_refused_by_name(engine: str) -> None:
     """The default of a field that is not served changes nothing."""
     run = [sys.executable, "-c", _SIMPLE + THEIRS[engine]]
     told = subprocess.run(run, capture_output=True, text=True, timeout=180, check=True)

@@ -113,7 +113,7 @@ def test_a_refusal_is_tried_elsewhere_while_there_is_no_token(error: PlaneError)
 
 
 @pytest.mark.parametrize("error", [BusUnreachable("x"), Unlabelled("x"), NotFound("x")])
-def test_what_is_no_better_elsewhere_fails(error: PlaneError) -> None:
+def test_an_error_that_another_worker_would_repeat_fails(error: PlaneError) -> None:
     assert decide(error) == Fail(error)
 
 

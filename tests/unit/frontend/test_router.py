@@ -241,7 +241,7 @@ def test_new_weights_empty_a_prefix_cache() -> None:
     assert one.picks["prefix"] == 2
 
 
-def test_what_shares_no_cache_is_no_beginning() -> None:
+def test_a_prompt_that_shares_no_cache_has_no_holder() -> None:
     table, prompt = PrefixTable(), tokens(1, 200)
     table.note(of(prompt), "a")
     assert table.holders(of(prompt)) == (192, ["a"])

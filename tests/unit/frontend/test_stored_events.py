@@ -39,7 +39,7 @@ def test_the_events_of_another_running_frontend_do_not_repeat_those_of_this_fron
     assert told() == []
 
 
-def test_what_a_new_frontend_knows_of_each_worker() -> None:
+def test_a_new_frontend_knows_the_last_admission_of_each_member() -> None:
     def admission(number: int, worker: str, is_open: bool) -> FleetEvent:
         return FleetEvent(number, float(number), "admission", {"instance_id": worker, "open": is_open})
 

@@ -374,7 +374,7 @@ def test_a_message_that_is_too_large_takes_no_number() -> None:
     assert [number_of(packed) for packed in sender.credit(0, 0, True, 1.0)] == [0, 1]
 
 
-def test_only_what_was_used_is_confirmed() -> None:
+def test_a_receive_window_confirms_only_consumed_events() -> None:
     receiver = ReceiveWindow()
     for number in range(CREDIT_EVERY):
         assert receiver.take(number) == (True, False)

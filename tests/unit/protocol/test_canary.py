@@ -263,7 +263,7 @@ def test_the_encoded_history_is_bounded() -> None:
     ],
 )
 @pytest.mark.parametrize("record", [RECORD, TRAINED, replace(RECORD, references={HF: RIGHT})])
-def test_what_is_no_vector_fails_and_never_raises(record: CanaryRecord, vectors: Any) -> None:
+def test_scores_that_are_no_numbers_fail_and_never_raise(record: CanaryRecord, vectors: Any) -> None:
     verdict = evaluate_worker(record, HF, vectors)
     assert (verdict.passed, verdict.reason, verdict.against) == (False, "unusable", "nothing")
     assert verdict.message
@@ -421,7 +421,7 @@ def test_two_kinds_that_disagree_are_a_tie_however_many_workers_one_has() -> Non
     assert {verdict.reason for verdict in found.verdicts.values()} == {"tie"}
 
 
-def test_of_three_kinds_the_disagreeing_kind_fails() -> None:
+def test_the_kind_that_disagrees_with_two_others_fails() -> None:
     many = {f"v{number}": CanaryScore(VLLM, off(FAR)) for number in range(9)}
     found = consensus(RECORD, {**many, "s": CanaryScore(SGLANG, RIGHT), "h": CanaryScore(HF, shifted(-ACROSS))})
     assert passed(found.verdicts) == {"s", "h"}

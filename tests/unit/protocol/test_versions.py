@@ -80,7 +80,7 @@ def test_a_version_is_of_one_algorithm() -> None:
         "blake3:" + "0" * 65,
     ],
 )
-def test_what_is_no_digest(text: str) -> None:
+def test_a_text_that_is_no_digest_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no digest"):
         algorithm_of(text)
     assert not re.fullmatch(DIGEST_PATTERN, text)

@@ -86,7 +86,7 @@ def test_disk_is_bounded_and_what_the_record_names_stays(tmp_path: Path) -> None
     assert sorted(tmp_path.iterdir()) == [paths[4], path]
 
 
-def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+def test_a_directory_of_another_publisher_stays(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     (tmp_path / "v00000001-00000000").mkdir()
     another = FilesystemSender(tmp_path, keep=2, publisher="another")

@@ -214,7 +214,7 @@ def test_names_that_can_not_be_are_refused(names: Any, words: str) -> None:
         (torch.zeros(3, dtype=torch.complex64), "'odd' is of torch.complex64"),
     ],
 )
-def test_what_can_not_be_read_is_refused_by_its_name(tensor: Any, words: str, exported: bool) -> None:
+def test_a_tensor_that_can_not_be_read_is_refused_by_its_name(tensor: Any, words: str, exported: bool) -> None:
     """The error comes before the fleet hears of the update. Tensors that are left out cause none."""
     state = {"weight": torch.zeros(2), "odd": tensor}
     given: Any = state.items if exported else state
@@ -363,7 +363,7 @@ def test_directories_need_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [7, None, [("a", 1)], torch.zeros(3)])
-def test_what_is_no_source_is_refused(what: Any) -> None:
+def test_an_object_that_is_no_source_is_refused(what: Any) -> None:
     with pytest.raises(InvalidRequest, match="can't be taken"):
         as_source(what)
 

@@ -330,12 +330,12 @@ async def test_a_request_that_no_worker_takes_is_always_asked_again() -> None:
 async def test_a_request_that_no_worker_takes_in_time_is_parked(caplog: pytest.LogCaptureFixture) -> None:
 
     async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        raise ConnectionRefusedError("nobody listens")
+        raise ConnectionRefusedError("no server listens")
 
     got = await gather_enough(four(), call, Answers(set()).stop, enough=4, timeout_s=0.2, retry_s=0.0)
     assert (keys(got.parked), got.finished, got.failed) == ([0, 1, 2, 3], [], [])
     (warning,) = warned(caplog)  # once, however many there were
-    assert "ConnectionRefusedError: nobody listens" in warning
+    assert "ConnectionRefusedError: no server listens" in warning
 
 
 async def test_another_reason_that_no_worker_takes_it_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
@@ -361,10 +361,10 @@ async def test_another_reason_that_no_worker_takes_it_is_logged_too(caplog: pyte
 @pytest.mark.parametrize(
     "error",
     [
-        ConnectionRefusedError("nobody listens"),
-        httpx.ConnectError("nobody listens"),
+        ConnectionRefusedError("no server listens"),
+        httpx.ConnectError("no server listens"),
         BusUnreachable("NATS is away"),
-        DeadlineExceeded("nobody answered"),
+        DeadlineExceeded("no server answered"),
         said(409),
         said(503),
         Conflict("pause was not done on 1 of 8 workers"),

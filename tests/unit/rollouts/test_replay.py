@@ -65,7 +65,7 @@ def test_tokens_and_logprobs_are_compared(answer: dict[str, Any], wanted: Replay
         ({"body": {"max_tokens": 4}}, "without a seed"),
     ],
 )
-def test_what_can_not_be_compared_is_not_sent(change: dict[str, Any], why: str) -> None:
+def test_a_record_that_can_not_be_compared_is_not_sent(change: dict[str, Any], why: str) -> None:
     found = replay_one({**RECORD, **change}, lambda body: pytest.fail("it was sent"))
     assert found.verdict == "skipped"
     assert why in found.why

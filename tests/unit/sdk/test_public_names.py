@@ -130,7 +130,7 @@ def test_an_import_without_its_extra_names_the_extra(imported: str, lacking: str
     assert "During handling" not in done.stderr
 
 
-def test_what_has_the_model_does_without_nats(tmp_path: Path) -> None:
+def test_the_processes_of_an_engine_import_no_nats(tmp_path: Path) -> None:
     """An engine, its transports and the agents in its processes; what speaks NATS says what it lacks."""
     path = without_nats(tmp_path)
 

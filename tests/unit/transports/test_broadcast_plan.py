@@ -50,7 +50,7 @@ def test_the_broadcasts_of_a_part(layout: dict[str, Any], cut: list[str]) -> Non
     "layout",
     [{"layout": "each"}, {"layout": "packed", "bucket_bytes": 1000}, {"layout": "flat", "check_only": True}],
 )
-def test_a_part_that_is_longer_than_a_message(layout: dict[str, Any]) -> None:
+def test_a_part_that_is_longer_than_a_message_is_announced_in_pieces(layout: dict[str, Any]) -> None:
     """Such a part is announced in several messages of the same broadcasts."""
     count = 20_000
     names = [f"model.layers.{number}.experts.{number}.down_proj.weight" for number in range(count)]
@@ -167,7 +167,7 @@ def test_each_worker_has_its_place_behind_the_trainers() -> None:
         {"encoding": "delta", "base": "blake3:" + "0" * 64, "digest": "blake3:" + "0" * 64},
     ],
 )
-def test_what_is_fed_is_a_full_checkpoint(wrong: dict[str, Any]) -> None:
+def test_an_update_in_parts_must_be_a_full_checkpoint(wrong: dict[str, Any]) -> None:
     fed = {"transport": {"backend": "gloo", "group": "g", "in_parts": True}}
     assert UpdateWeights.model_validate(fed).in_parts
     with pytest.raises(InvalidRequest, match="all base weights"):
@@ -184,7 +184,9 @@ def test_what_is_fed_is_a_full_checkpoint(wrong: dict[str, Any]) -> None:
         (86_400.0, PART_TIMEOUT_S, MAX_PART_TIMEOUT_S),
     ],
 )
-def test_how_long_a_part_is_waited_for(asked: float | None, configured: float, waited: float) -> None:
+def test_the_trainer_or_the_worker_bounds_the_wait_for_a_part(
+    asked: float | None, configured: float, waited: float
+) -> None:
     """The trainer states it when it forms its group, else the receiving side has its own. It bounds broadcasts, too."""
     info = InitInfo(backend="gloo", master_address="h", master_port=1, world_size=3, timeout_s=asked)
     transfer = Transfer.of(info, "g", configured)

@@ -218,7 +218,7 @@ def test_shares_that_no_receiver_knows_are_released(cuda: HostCuda, pool: Thread
 
 
 @pytest.mark.parametrize("gpu", [[], {}, None, 1])
-def test_what_names_no_gpu_is_refused(cuda: HostCuda, pool: ThreadPoolExecutor, gpu: Any) -> None:
+def test_a_receiver_that_names_no_gpu_is_refused(cuda: HostCuda, pool: ThreadPoolExecutor, gpu: Any) -> None:
     with sender_of(cuda, 2) as (sender, transport):
         with raw_receiver(transport) as (connection, _):
             ipc_wire.send_packet(connection, {"gpu": gpu})
@@ -431,7 +431,7 @@ def test_a_handle_survives_its_wire_form() -> None:
         instead(5, bytes(63)),
     ],
 )
-def test_what_is_no_handle_is_refused(wire: Any) -> None:
+def test_a_value_that_is_no_handle_is_refused(wire: Any) -> None:
     with pytest.raises(ValueError, match="handle"):
         Handle.from_wire(wire, NEEDED)
 
@@ -494,7 +494,7 @@ def test_the_counters_of_a_trainer_that_was_killed_are_removed(tmp_path: Path, l
         ("cpu", ("cuda:0", "cuda:1"), False),
     ],
 )
-def test_where_all_are_on_gpus_the_weights_stay_there(
+def test_the_weights_stay_on_the_gpu_if_all_engines_are_on_gpus(
     cuda: HostCuda, device: str, engines: tuple[str | None, ...], on_gpu: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(op: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def test_this_machines_address_is_of_the_network_that_is_meant() -> None:
     assert own_address("127.0.0.1", 1) == "127.0.0.1"
     assert own_address("localhost", 1) in ("127.0.0.1", "::1")
     with pytest.raises(OSError, match=r".+"):
-        own_address("nobody.invalid", 1)
+        own_address("unknown.invalid", 1)
 
 
 class Nccl:

@@ -117,7 +117,7 @@ def good() -> bytes:
         lambda: delta_codec.nothing(400, 1),
     ],
 )
-def test_what_is_no_delta_of_the_tensor_changes_nothing(blob: Callable[[], bytes]) -> None:
+def test_a_blob_that_is_no_delta_of_the_tensor_changes_nothing(blob: Callable[[], bytes]) -> None:
     buffer = bytearray(400)
     with pytest.raises(InvalidWeights, match="the delta of 'w'"):
         delta_codec.apply(blob(), buffer, 2, "w")
@@ -156,7 +156,7 @@ DELTA = {"transport": {"backend": "ipc"}, "encoding": "delta", "base": DIGEST, "
         ({"target": {"kind": "lora", "op": "load", "name": "a"}}, "encoding"),
     ],
 )
-def test_what_is_no_delta_names_the_field(change: dict[str, Any], field: str) -> None:
+def test_a_request_that_is_no_delta_is_refused_by_its_field(change: dict[str, Any], field: str) -> None:
     parse_body(UpdateWeights, DELTA)
     with pytest.raises(InvalidRequest) as caught:
         parse_body(UpdateWeights, {**DELTA, **change})

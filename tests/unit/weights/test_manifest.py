@@ -46,7 +46,7 @@ def packed(made: Manifest, algorithm: DigestAlgorithm = "xxh3") -> tuple[list[me
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 128, 1024, 1 << 30])
 @pytest.mark.parametrize(("algorithm", "hashed"), [("xxh3", xxh3_128), ("blake3", blake3)])
-def test_what_is_packed_is_what_arrives(
+def test_the_packed_tensors_arrive_unchanged(
     algorithm: DigestAlgorithm, hashed: Callable[[memoryview], Any], bucket_bytes: int
 ) -> None:
     made = manifest(bucket_bytes)
@@ -103,7 +103,7 @@ def _edited(**changes: Any) -> Callable[[dict[str, Any]], Any]:
         _edited(adapter_config="x" * (1 << 21)),
     ],
 )
-def test_what_is_no_manifest_is_refused(edit: Callable[[dict[str, Any]], Any]) -> None:
+def test_a_value_that_is_no_manifest_is_refused(edit: Callable[[dict[str, Any]], Any]) -> None:
     with pytest.raises(InvalidWeights) as caught:
         Manifest.from_wire(edit(manifest().to_wire()))
     assert caught.value.facts["field"] == "transport.manifest"

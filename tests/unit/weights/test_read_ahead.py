@@ -140,7 +140,7 @@ def test_items_come_in_order_and_one_is_made_while_one_is_used() -> None:
     assert not threads()
 
 
-def test_what_is_raised_there_is_raised_here() -> None:
+def test_an_error_of_the_reading_thread_is_raised_to_the_caller() -> None:
     def items() -> Iterator[int]:
         yield 1
         raise ValueError("no more")

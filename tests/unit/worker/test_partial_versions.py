@@ -141,7 +141,7 @@ def test_a_worker_without_the_base_fetches_it(encodings: tuple[Literal["delta", 
     assert worker.keeps(2), "the base, for the next try"
 
 
-def test_what_has_not_changed_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_tensor_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker("partial", "delta", changes={1: "b", 2: "n"})
     worker.serve(0)
     hashed: list[int] = []

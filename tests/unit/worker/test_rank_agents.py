@@ -190,7 +190,7 @@ _STARTER = """
 import multiprocessing, os, signal, sys, time
 
 def child(late, told):
-    if late:  # whoever started it is gone by the time it looks
+    if late:  # its parent is gone by the time it looks
         os.kill(os.getppid(), signal.SIGKILL)
         while os.getppid() == multiprocessing.parent_process().pid:
             time.sleep(0.01)

@@ -20,7 +20,7 @@ from worker.engines.common.tokenizing import Tokenizing, TokenTexts, eos_tokens,
 
 
 @dataclass(eq=False, slots=True)
-class _Request:
+class _RunningRequest:
     begun: bool = False
     """It has a token."""
     tokenizing: bool = True
@@ -40,7 +40,7 @@ class Generating(EngineAdapter, Tokenizing):
         """The tokens that end a text, unless a request says otherwise."""
         self._token_texts: TokenTexts | None = None
         self._info: EngineInfo | None = None
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _RunningRequest] = {}
 
     async def start(self) -> EngineInfo:
         try:
@@ -78,7 +78,7 @@ class Generating(EngineAdapter, Tokenizing):
         self._running()
         if request.id in self._requests:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
-        one = self._requests[request.id] = _Request()
+        one = self._requests[request.id] = _RunningRequest()
         try:
             prompt = await self._prompt_of(request, one)
             if prompt is None:
@@ -146,11 +146,11 @@ class Generating(EngineAdapter, Tokenizing):
             return None
         return self._token_texts.of({*tokens, *(token for row in tops or () for token, _ in row)})
 
-    def _forget_request(self, request: GenerateRequest, one: _Request) -> None:
+    def _forget_request(self, request: GenerateRequest, one: _RunningRequest) -> None:
         if self._requests.get(request.id) is one:
             del self._requests[request.id]
 
-    async def _prompt_of(self, request: GenerateRequest, one: _Request) -> list[int] | None:
+    async def _prompt_of(self, request: GenerateRequest, one: _RunningRequest) -> list[int] | None:
         """Returns the prompt's tokens, or None if the request was aborted meanwhile: many prompts may wait for a
         thread."""
         if request.prompt_token_ids is not None:

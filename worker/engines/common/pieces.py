@@ -41,7 +41,7 @@ class Piece:
     """The packed vector of a pooling request, with one label and a finish_reason."""
 
     def until(self, count: int) -> Piece:
-        """The first `count` tokens, as the last ones of the request."""
+        """Returns a last piece of the request with the first `count` tokens of this one."""
         routed, dropped = self.routed, len(self.token_ids) - count
         if routed is not None and dropped:
             routed = routed.cut(0, routed.tokens - dropped)

@@ -60,8 +60,8 @@ class RankHolder(ABC):
 
     @abstractmethod
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads tensors into the model; runs within `_writing`. If it raises in the middle, the weights are of no
-        version, and other weights can be loaded over them."""
+        """Loads tensors into the model, within `_writing`. If it raises, the weights belong to no version. A
+        caller can load other weights over them."""
 
     @abstractmethod
     def _make_adapter(self, lora: LoraConfig, modules: list[str], tensors: dict[str, torch.Tensor]) -> Staged:

@@ -65,7 +65,7 @@ class TextChunk:
     count: int
     text: str
     stop_string: str | None
-    """The stop string that the last of these tokens completes. None: there is none."""
+    """The stop string that the last of these tokens completes. None: it completes none."""
 
 
 class ReplyText:

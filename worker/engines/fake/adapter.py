@@ -442,7 +442,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         return [{"rank": 0}]
 
     async def release_memory(self, tags: list[str]) -> None:
-        """Only sets flags: the bytes stay."""
+        """Sets flags only. The bytes stay."""
         self._held()
         if not self.gate.is_paused and self.gate.load()[0]:
             raise InvalidRequest("requests are running", field="tags", fix="pause first, then release memory")

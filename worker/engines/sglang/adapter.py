@@ -327,7 +327,7 @@ class SglangEngine(RankEngine[SglangProcess]):
         return await self.process.ask(self._flush(wait_s))
 
     async def _flush(self, wait_s: float | None) -> bool:
-        """SGLang's own call returns the first replica's answer only."""
+        """Flushes the caches of all replicas. SGLang's own call returns the answer of the first replica only."""
         from sglang.srt.managers.io_struct import FlushCacheReqInput
 
         manager = self.process.manager

@@ -1,8 +1,8 @@
-"""Requests that keep their KV while the weights change, and prefixes that no other weights may use. It runs on the
-scheduler's thread, in every rank.
+"""Requests that keep their KV while the weights change, and prefixes that no other weights may use. The module
+runs on the scheduler's thread, in every rank.
 
-SGLang finds a cached prefix by its tokens and by a salt. A swap that keeps KV leaves KV of older weights in the cache,
-so it brings a new salt: requests that begin later find only what was computed since.
+SGLang finds a cached prefix by its tokens and by a salt. A swap that keeps KV leaves KV of older weights in the cache.
+So it sets a new salt, and requests that begin later find only KV that was computed after the swap.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ class VllmEngine(RankEngine[VllmProcess]):
         return flushed
 
     def _adapter_versions(self) -> dict[str, WeightVersion]:
-        """The versions of the loaded adapters: no request can name another one."""
+        """Returns the versions of the loaded adapters. No request can name another adapter."""
         return {name: version for name, version in self._state.adapters.items() if name in self._loras}
 
     async def _forget_base(self) -> None:

@@ -40,7 +40,7 @@ class VllmStream:
     kv: dict[str, WeightVersion] = field(default_factory=dict)
     """Name of weights in vLLM → the base weights of the oldest KV that the request has kept under them."""
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the engine has the request, or never will: only then an abort finds it."""
+    """Set when the engine has the request, or will never get it. An abort waits for this event."""
 
 
 class Streams:
@@ -93,7 +93,7 @@ class Streams:
         made, finished = 0, False
         try:
             outputs = _Outputs(await self._submit(stream, request, prompt, lora), self._turns)
-            tokens = _Tokens(self._llm.output_processor, stream.key)
+            tokens = _EarlyTokens(self._llm.output_processor, stream.key)
             while not finished:
                 output = await outputs.next(request.gather_s if made else 0.0)
                 choice: Any = output.outputs[0] if output is not None else None
@@ -239,7 +239,7 @@ class _Outputs:
         return output or await self._queue.get()
 
 
-class _Tokens:
+class _EarlyTokens:
     """The tokens of one request, from vLLM's own state of it, which has them before an output does."""
 
     def __init__(self, processor: Any, key: str) -> None:

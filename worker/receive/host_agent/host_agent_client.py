@@ -22,7 +22,7 @@ from worker.receive.rank_agents.ranks import Agents
 from worker.receive.received_bytes import ByteCount, ReceivedBytes
 
 RECEIVE_TIMEOUT_S = 86_400.0
-"""A day. The caller of a receive cancels it much earlier; this only ensures that no thread waits for ever."""
+"""A day. The caller of a receive cancels it much earlier. This bound only ensures that the wait of a thread ends."""
 
 PART_MARGIN_S = 15.0
 """The time that the host agent may take to report that a part's own time is over."""
@@ -118,7 +118,8 @@ class HostAgentClient:
         self._ask("take", {"staging": staging})
 
     def loaded(self, staging: str) -> None:
-        """Says that every rank has loaded what was taken. Without it the agent uses the memory no more."""
+        """Tells the agent that every rank has loaded the taken weights. Without this call the agent never uses their
+        memory again."""
         with contextlib.suppress(PlaneError):  # the swap is done
             self._ask("loaded", {"staging": staging})
 
