@@ -15,15 +15,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 CHECKED = (
-    "CONTRIBUTING.md", "README.md", "bench", "deploy", "docs", "examples", "frontend", "rl_plane", "tests", "worker",
-    ":(exclude)tests/lint",
+    "CONTRIBUTING.md", "Makefile", "README.md", "bench", "deploy", "docker-compose.yml", "docs", "examples",
+    "frontend", "rl_plane", "tests", "worker", ":(exclude)tests/lint",
 )  # fmt: skip
 """The files and folders that the check reads. The files of tests/lint name the phrases themselves."""
+
+TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+"""The tokens that hold words. An f-string has tokens of its own from Python 3.12 on."""
 
 LIMIT = 0
 """The number of banned phrases that there are. It may only fall."""
 
-SUFFIXES = (".js", ".md", ".py")
+SUFFIXES = (".conf", ".html", ".js", ".md", ".py", ".sh", ".yml", "Makefile")
 
 PHRASES = {
     "those (?:that|who|which|whose)": "name the things: `the workers that …`",
@@ -72,7 +75,7 @@ def _words(source: str) -> str:
     """Returns the comments and strings of a module, each on its line. A semicolon stands for the code between them."""
     lines = [""] * (source.count("\n") + 2)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.COMMENT, tokenize.STRING):
+        if token.type in TEXTS:
             for number, part in enumerate(token.string.split("\n"), start=token.start[0] - 1):
                 lines[number] += part
         elif token.string.strip():
