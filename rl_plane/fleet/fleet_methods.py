@@ -37,6 +37,7 @@ from rl_plane.protocol.update_requests import (
     LoraTarget,
     Transport,
     UpdatePolicy,
+    update_arguments,
 )
 from rl_plane.protocol.versions import DigestAlgorithm
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
@@ -232,8 +233,8 @@ class FleetMethods:
         transport: Transport | Mapping[str, Any],
         version: str | None = None,
         *,
-        target: BaseTarget | LoraTarget | None = None,
-        policy: UpdatePolicy | None = None,
+        target: BaseTarget | LoraTarget | Mapping[str, Any] | None = None,
+        policy: UpdatePolicy | Mapping[str, Any] | None = None,
         digest: str | None = None,
         digest_algorithm: DigestAlgorithm | None = None,
         encoding: Encoding = "full",
@@ -246,10 +247,13 @@ class FleetMethods:
         """Commits new weights on the whole fleet, or on no worker.
 
         Args:
-            transport: Where the weights are: `{"backend": "filesystem", "path": …}`, or the fields of another backend.
+            transport: Where the weights are: `{"backend": "filesystem", "path": …}`, or the fields of another backend,
+                as a mapping or as a `Transport`.
             version: The trainer's label, such as `step_17`. None: the sequence number.
-            target: A LoRA adapter, or what becomes of loaded adapters. None: the base weights; adapters stay loaded.
-            policy: How the update is carried out, with its time-outs. None: the defaults of UpdatePolicy.
+            target: A `LoraTarget` means an adapter. A `BaseTarget` means the base weights, and says whether loaded
+                adapters stay. A mapping of their fields means the same. None: the base weights; adapters stay loaded.
+            policy: How the update is carried out, with its time-outs: an `UpdatePolicy`, or a mapping of its fields.
+                None: the defaults of UpdatePolicy.
             digest: The trainer's digest, `xxh3:…` or `blake3:…`. None: the workers' digests must agree.
             digest_algorithm: The hash, where neither `digest` nor digests beside the weights tell it. None: `xxh3`.
             encoding: `delta` sends only the changed elements since `base`, `partial` only the changed tensors; `digest`
@@ -281,7 +285,7 @@ class FleetMethods:
         *,
         sequence: int | None = None,
         version: str | None = None,
-        policy: UpdatePolicy | None = None,
+        policy: UpdatePolicy | Mapping[str, Any] | None = None,
         request_id: str = "",
         **select: Unpack[Selection],
     ) -> FleetRequest[UpdateReply]:
@@ -291,7 +295,8 @@ class FleetMethods:
             label: The label. If several versions have it, they must have the same digest.
             sequence: The sequence number.
             version: A new label. None: the label that it had.
-            policy: How the update is carried out. None: the defaults of UpdatePolicy.
+            policy: How the update is carried out: an `UpdatePolicy`, or a mapping of its fields. None: the defaults of
+                UpdatePolicy.
             request_id: Makes the call idempotent: a repeated call returns the first answer.
 
         Raises:
@@ -299,7 +304,10 @@ class FleetMethods:
             Conflict: its weights can't be fetched again.
         """
         body = _given(
-            rollback=_given(label=label, sequence=sequence), version=version, policy=_policy(policy), **select
+            rollback=_given(label=label, sequence=sequence),
+            version=version,
+            **update_arguments(policy=policy),
+            **select,
         )
         return FleetRequest("update_weights", body, request_id)
 
@@ -348,8 +356,8 @@ class FleetMethods:
         transport: Transport | Mapping[str, Any],
         version: str | None = None,
         *,
-        target: BaseTarget | LoraTarget | None = None,
-        policy: UpdatePolicy | None = None,
+        target: BaseTarget | LoraTarget | Mapping[str, Any] | None = None,
+        policy: UpdatePolicy | Mapping[str, Any] | None = None,
         digest: str | None = None,
         digest_algorithm: DigestAlgorithm | None = None,
         encoding: Encoding = "full",
@@ -541,15 +549,11 @@ def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _policy(policy: UpdatePolicy | None) -> dict[str, Any] | None:
-    return None if policy is None else policy.model_dump(exclude_unset=True)
-
-
 def _update_body(
     transport: Transport | Mapping[str, Any],
     version: str | None,
-    target: BaseTarget | LoraTarget | None,
-    policy: UpdatePolicy | None,
+    target: BaseTarget | LoraTarget | Mapping[str, Any] | None,
+    policy: UpdatePolicy | Mapping[str, Any] | None,
     digest: str | None,
     digest_algorithm: DigestAlgorithm | None,
     encoding: str,
@@ -559,10 +563,8 @@ def _update_body(
 ) -> dict[str, Any]:
     """The body of `update_weights` and `prepare_weights_update`."""
     return _given(
-        transport=transport.model_dump() if isinstance(transport, Transport) else dict(transport),
+        **update_arguments(transport=transport, target=target, policy=policy),
         version=version,
-        target=None if target is None else target.model_dump(),
-        policy=_policy(policy),
         digest=digest,
         digest_algorithm=digest_algorithm,
         encoding=encoding,
