@@ -101,15 +101,25 @@ class FleetMethods:
 
     @fleet_method
     def describe(
-        self, *, manifest_from: int | None = None, **select: Unpack[Selection]
+        self,
+        *,
+        manifest_from: int | None = None,
+        host: bool = False,
+        weight_roots: Sequence[str] | None = None,
+        **select: Unpack[Selection],
     ) -> FleetRequest[FleetDescription]:
         """Reads what each engine is and can do.
 
         Args:
             manifest_from: Also list the model's tensors, 1000 from this one on. `workers` must then name one worker.
                 None: no tensors.
+            host: Also report what each worker sees of its machine.
+            weight_roots: With `host`: directories beneath the configured weight roots, at which each worker looks too.
+                None: only the configured ones.
         """
-        return FleetRequest("describe", _given(manifest_from=manifest_from, **select))
+        roots = None if weight_roots is None else list(weight_roots)
+        body = _given(manifest_from=manifest_from, host=host, weight_roots=roots, **select)
+        return FleetRequest("describe", body)
 
     @fleet_method
     def updates(self, limit: int = 50, **select: Unpack[Selection]) -> FleetRequest[PastUpdates]:
