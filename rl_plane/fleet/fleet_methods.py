@@ -46,13 +46,27 @@ PauseWord = Literal["keep", "wait", "abort", "retract", "in_place"]
 Memory = Literal["weights", "kv_cache"]
 
 
+class UpdateKeywords(Selection, total=False):
+    """The keywords of `update_weights` and `prepare_weights_update`, beside `request_id`. `update_weights` documents
+    each, and the model of its request has the defaults."""
+
+    target: BaseTarget | LoraTarget | Mapping[str, Any] | None
+    policy: UpdatePolicy | Mapping[str, Any] | None
+    digest: str | None
+    digest_algorithm: DigestAlgorithm | None
+    encoding: Encoding
+    base: str | None
+    step: int | None
+    cast: bool
+
+
 class FleetMethods:
     """One typed method for each op of the fleet. Each one builds its request, and the client's `run` carries it out: a
     method of RlClient is awaited, and a method of SyncRlClient blocks. The reply has the type in `FleetRequest[…]`.
 
     `**select` in each method is a `Selection`: `component`, `workers`, `epoch`, `fingerprint`, `min_workers` (1) and
-    `wait_s` (5). Every method raises a PlaneError unless the call is a complete success. Its facts name every worker.
-    Besides the errors that a method lists, each may raise:
+    `wait_s` (5). `UpdateKeywords` has these keys too. Every method raises a PlaneError unless the call is a complete
+    success. Its facts name every worker. Besides the errors that a method lists, each may raise:
 
     * InvalidRequest: an argument is wrong; the message names it and the fix.
     * NoWorkers: fewer than `min_workers` are in the fleet after `wait_s`.
@@ -243,16 +257,8 @@ class FleetMethods:
         transport: Transport | Mapping[str, Any],
         version: str | None = None,
         *,
-        target: BaseTarget | LoraTarget | Mapping[str, Any] | None = None,
-        policy: UpdatePolicy | Mapping[str, Any] | None = None,
-        digest: str | None = None,
-        digest_algorithm: DigestAlgorithm | None = None,
-        encoding: Encoding = "full",
-        base: str | None = None,
-        step: int | None = None,
-        cast: bool = False,
         request_id: str = "",
-        **select: Unpack[Selection],
+        **keywords: Unpack[UpdateKeywords],
     ) -> FleetRequest[UpdateReply]:
         """Commits new weights on the whole fleet, or on no worker.
 
@@ -266,12 +272,13 @@ class FleetMethods:
                 None: the defaults of UpdatePolicy.
             digest: The trainer's digest, `xxh3:…` or `blake3:…`. None: the workers' digests must agree.
             digest_algorithm: The hash, where neither `digest` nor digests beside the weights tell it. None: `xxh3`.
-            encoding: `delta` sends only the changed elements since `base`, `partial` only the changed tensors; `digest`
-                is then needed.
+            encoding: `full`, the default, sends every tensor. `delta` sends only the changed elements since `base`,
+                `partial` only the changed tensors; `digest` is then needed.
             base: The digest of the committed version that a delta or a partial version changes.
             step: The trainer's step, for the history.
             cast: Allow another float dtype than the engine's.
             request_id: Makes the call idempotent: a repeated call returns the first answer.
+            keywords: Beside the arguments from `target` to `cast`, the keys of a `Selection`.
 
         Returns:
             The committed version, and the members that do not serve it yet.
@@ -283,10 +290,7 @@ class FleetMethods:
             Locked: another update is under way.
             OutcomeUnknown: NATS was lost at the decision. Repeat the call with the same `request_id`.
         """
-        body = _update_body(
-            transport, version, target, policy, digest, digest_algorithm, encoding, base, step, cast
-        )
-        return FleetRequest("update_weights", {**body, **select}, request_id)
+        return FleetRequest("update_weights", _update_body(transport, version, keywords), request_id)
 
     @fleet_method
     def rollback(
@@ -366,26 +370,15 @@ class FleetMethods:
         transport: Transport | Mapping[str, Any],
         version: str | None = None,
         *,
-        target: BaseTarget | LoraTarget | Mapping[str, Any] | None = None,
-        policy: UpdatePolicy | Mapping[str, Any] | None = None,
-        digest: str | None = None,
-        digest_algorithm: DigestAlgorithm | None = None,
-        encoding: Encoding = "full",
-        base: str | None = None,
-        step: int | None = None,
-        cast: bool = False,
         request_id: str = "",
-        **select: Unpack[Selection],
+        **keywords: Unpack[UpdateKeywords],
     ) -> FleetRequest[PreparedUpdate]:
         """Stages an update on every worker, or makes the workers listen for weights that the trainer pushes.
 
         Generation continues. `complete_weights_update` commits the update. It expires 120 seconds after its last call.
         The arguments and errors are those of `update_weights`.
         """
-        body = _update_body(
-            transport, version, target, policy, digest, digest_algorithm, encoding, base, step, cast
-        )
-        return FleetRequest("prepare_weights_update", {**body, **select}, request_id)
+        return FleetRequest("prepare_weights_update", _update_body(transport, version, keywords), request_id)
 
     @fleet_method
     def receive_weights_part(
@@ -562,23 +555,8 @@ def _given(**fields: Any) -> dict[str, Any]:
 def _update_body(
     transport: Transport | Mapping[str, Any],
     version: str | None,
-    target: BaseTarget | LoraTarget | Mapping[str, Any] | None,
-    policy: UpdatePolicy | Mapping[str, Any] | None,
-    digest: str | None,
-    digest_algorithm: DigestAlgorithm | None,
-    encoding: str,
-    base: str | None,
-    step: int | None,
-    cast: bool,
+    keywords: UpdateKeywords,
 ) -> dict[str, Any]:
     """The body of `update_weights` and `prepare_weights_update`."""
-    return _given(
-        **update_arguments(transport=transport, target=target, policy=policy),
-        version=version,
-        digest=digest,
-        digest_algorithm=digest_algorithm,
-        encoding=encoding,
-        base=base,
-        step=step,
-        cast=cast,
-    )
+    models = update_arguments(transport=transport, target=keywords.get("target"), policy=keywords.get("policy"))
+    return _given(version=version, **{**keywords, **models})
