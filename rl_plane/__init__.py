@@ -53,6 +53,7 @@ from rl_plane.rollouts.partial import Gathered, Rollout, gather_enough
 if typing.TYPE_CHECKING:
     from rl_plane.client import RlClient
     from rl_plane.fleet.fleet import Fleet
+    from rl_plane.fleet.fleet_methods import UpdateKeywords
     from rl_plane.membership.worker_calls import FanOut
     from rl_plane.protocol.canary import Canary
     from rl_plane.protocol.fleet_reply_types import (
@@ -113,6 +114,7 @@ else:
         "ServedVersion": "protocol.fleet_reply_types",
         "SyncRlClient": "sync",
         "Transport": "protocol.update_requests",
+        "UpdateKeywords": "fleet.fleet_methods",
         "UpdatePolicy": "protocol.update_requests",
         "UpdateReply": "protocol.fleet_reply_types",
         "WeightPublisher": "publish",
@@ -196,6 +198,7 @@ __all__ = [
     "Unlabelled",
     "Unsupported",
     "UpdateAborted",
+    "UpdateKeywords",
     "UpdatePolicy",
     "UpdateReply",
     "WeightPublisher",

@@ -9,9 +9,9 @@ from prometheus_client.metrics_core import Metric
 
 from rl_plane._util.bucket_counts import BucketCounts
 from rl_plane._util.metric_families import OTHER, closed, counters, gauge, histogram, transports
-from rl_plane.commit.canary_rules import Reason
 from rl_plane.commit.coordinator import TIMED
 from rl_plane.commit.history import WAY_BACK, UpdateEntry
+from rl_plane.protocol.canary import CanaryReason
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 """Buckets from a flush of the cache to an update of a large model over a slow link."""
@@ -37,7 +37,7 @@ class UpdateMetrics:
         self._differences = BucketCounts(DIFFERENCES)
         self._last_difference: float | None = None
         self._last_kl: float | None = None
-        self._canary_failures = dict.fromkeys(get_args(Reason), 0)
+        self._canary_failures = dict.fromkeys(get_args(CanaryReason), 0)
 
     def on_ended(self, entry: UpdateEntry) -> None:
         """Counts an update by its final entry in the history."""

@@ -29,7 +29,7 @@ MAX_FILE_BYTES = 1 << 16
 """A key, a token or a certificate has a few kilobytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class NatsCredentials:
     """The files by which a process connects to NATS. All of them are optional."""
 
@@ -44,7 +44,17 @@ class NatsCredentials:
     cert_key: Path | None = None
     """The private key of `cert`."""
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        nkey: Path | str | None = None,
+        creds: Path | str | None = None,
+        ca: Path | str | None = None,
+        cert: Path | str | None = None,
+        cert_key: Path | str | None = None,
+    ) -> None:
+        files = {"nkey": nkey, "creds": creds, "ca": ca, "cert": cert, "cert_key": cert_key}
+        for name, path in files.items():
+            object.__setattr__(self, name, _as_path(name, path))  # the fields are frozen
         if self.nkey is not None and self.creds is not None:
             raise InvalidRequest(
                 "both an NKey and a credentials file are given", field="nats_creds", fix="give one of them"
@@ -59,7 +69,7 @@ class NatsCredentials:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, str]) -> NatsCredentials:
-        return cls(**{name: Path(path) for name, path in wire.items()})
+        return cls(**wire)
 
     def wants_tls(self, url: str) -> bool:
         """Reports whether a connection without TLS is refused."""
@@ -96,6 +106,16 @@ class NatsCredentials:
                     fix="give both in PEM, the key without a password",
                 ) from error
         return context
+
+
+def _as_path(name: str, path: Any) -> Path | None:
+    if path is None or isinstance(path, Path):
+        return path
+    if not isinstance(path, str):
+        raise InvalidRequest(
+            f"{name} is a {type(path).__name__}", field=f"nats_{name}", fix="give a path: a string or a Path"
+        )
+    return Path(path)
 
 
 NO_CREDENTIALS = NatsCredentials()

@@ -23,7 +23,11 @@ from typing import Any, Literal
 from rl_plane.protocol.canary import (
     LOGPROB_EPSILON,
     MIN_LOGPROB,
+    CanaryAction,
+    CanaryReason,
     CanaryRecord,
+    CanaryReference,
+    CanarySummary,
     OnCanaryFailure,
     Tolerance,
     Vectors,
@@ -34,19 +38,15 @@ from rl_plane.protocol.canary import (
 MAX_KL_EXPONENT = 50.0
 """exp(50) nats is far beyond any working model; without the bound one wrong token would overflow a float."""
 
-Reason = Literal["trainer", "reference", "fleet", "tie", "unusable"]
-Action = Literal["open", "rollback", "exclude"]
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """One worker's result of the canary."""
 
     passed: bool
-    against: Literal["trainer", "reference", "fleet", "nothing"]
-    """The other side of the comparison below: the trainer's values, the values that this version had before, or the
-    other workers' values. `nothing`: the worker has nothing to be compared with, or its own vectors are unusable."""
-    reason: Reason | None = None
+    against: CanaryReference
+    """The other side of the comparison below."""
+    reason: CanaryReason | None = None
     """Why the worker failed. None: it passed."""
     message: str = ""
     """The failure as a sentence. Empty: the worker passed."""
@@ -103,7 +103,7 @@ class Consensus:
 class Settlement:
     """The result of the canary for one update."""
 
-    action: Action
+    action: CanaryAction
     """`open`: serve the version, without the excluded workers. `rollback`: return to the version before. `exclude`: the
     version stays committed, and no worker serves it."""
     verdicts: Mapping[str, Verdict]
@@ -115,7 +115,7 @@ class Settlement:
     """Why the fleet serves the version although every worker failed (`warn`), or why it can't return to the version
     before. Empty: neither is so."""
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> CanarySummary:
         """Returns what an update's answer says of all workers together: the worst values that were compared."""
         compared = [verdict for verdict in self.verdicts.values() if verdict.difference is not None]
         served = [verdict for worker, verdict in self.verdicts.items() if worker not in self.excluded]
@@ -128,7 +128,7 @@ class Settlement:
         )
         reasons = Counter(verdict.reason for verdict in self.verdicts.values() if verdict.reason is not None)
         failed = sum(reasons.values())
-        wire: dict[str, Any] = {
+        wire: CanarySummary = {
             "action": self.action,
             "scored": len(self.verdicts),
             "failed": failed,
@@ -211,7 +211,7 @@ def settle(record: CanaryRecord, scores: Mapping[str, CanaryScore], on_failure: 
         return Settlement("open", found.verdicts, found.failed, replace(record, references=found.references))
     nothing_known = record.expected is None and not record.references
     if on_failure != "warn":
-        action: Action = "rollback" if on_failure == "rollback" else "exclude"
+        action: CanaryAction = "rollback" if on_failure == "rollback" else "exclude"
         return Settlement(action, found.verdicts, found.failed, replace(record, undecided=nothing_known))
     without_trainer = replace(record, expected=None)
     again = consensus(without_trainer, scores)

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import ConfigDict
 
@@ -29,6 +29,7 @@ from rl_plane.errors import (
     UpdateAborted,
     error_from_wire,
 )
+from rl_plane.protocol.fleet_reply_types import UpdateOutcome
 from rl_plane.protocol.record import DecisionRecord, UpdateSession
 from rl_plane.protocol.relay import SourceUse, largest
 from rl_plane.protocol.stored import Stored
@@ -51,8 +52,6 @@ WORKERS_WITH_SOURCES, SOURCES_OF_A_WORKER = 64, 4
 WAY_BACK = "/rollback"
 """Ends the id of the entry for the decision that brought the version before back, after the failed update's own id."""
 
-EntryOutcome = Literal["running", "prepared", "committed", "aborted"]
-"""`prepared`: the update was prepared by a call of its own, and waits for complete or abort."""
 ESSENTIAL = ("code", "message", "field", "fix")
 
 
@@ -65,7 +64,8 @@ class UpdateEntry(Stored):
     update_id: str
     """The request id; empty for sequence 0, the workers' own model."""
     label: str
-    outcome: EntryOutcome
+    outcome: UpdateOutcome
+    """`prepared`: the update was prepared by a call of its own, and waits for complete or abort."""
     who: str = ""
     """The client that coordinated it. Empty: the entry was made from the record alone."""
     asked_by: str = ""
@@ -163,7 +163,8 @@ class UpdateEntry(Stored):
         return replace(self, workers=failed, excluded=excluded, workers_left_out=left_out).encode()
 
     def to_wire(self) -> dict[str, Any]:
-        """The entry as replies show it, without what only the plane needs, and without the transport's secret."""
+        """The entry as replies show it, without what only the plane needs, and without the transport's secret.
+        `PastUpdate` describes it."""
         wire = self._fields()
         if self.transport is not None:
             wire["transport"] = without_secret(self.transport)

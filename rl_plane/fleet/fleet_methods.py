@@ -37,6 +37,7 @@ from rl_plane.protocol.update_requests import (
     LoraTarget,
     Transport,
     UpdatePolicy,
+    update_arguments,
 )
 from rl_plane.protocol.versions import DigestAlgorithm
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
@@ -45,13 +46,27 @@ PauseWord = Literal["keep", "wait", "abort", "retract", "in_place"]
 Memory = Literal["weights", "kv_cache"]
 
 
+class UpdateKeywords(Selection, total=False):
+    """The keywords of `update_weights` and `prepare_weights_update`, beside `request_id`. `update_weights` documents
+    each, and the model of its request has the defaults."""
+
+    target: BaseTarget | LoraTarget | Mapping[str, Any] | None
+    policy: UpdatePolicy | Mapping[str, Any] | None
+    digest: str | None
+    digest_algorithm: DigestAlgorithm | None
+    encoding: Encoding
+    base: str | None
+    step: int | None
+    cast: bool
+
+
 class FleetMethods:
     """One typed method for each op of the fleet. Each one builds its request, and the client's `run` carries it out: a
     method of RlClient is awaited, and a method of SyncRlClient blocks. The reply has the type in `FleetRequest[…]`.
 
     `**select` in each method is a `Selection`: `component`, `workers`, `epoch`, `fingerprint`, `min_workers` (1) and
-    `wait_s` (5). Every method raises a PlaneError unless the call is a complete success. Its facts name every worker.
-    Besides the errors that a method lists, each may raise:
+    `wait_s` (5). `UpdateKeywords` has these keys too. Every method raises a PlaneError unless the call is a complete
+    success. Its facts name every worker. Besides the errors that a method lists, each may raise:
 
     * InvalidRequest: an argument is wrong; the message names it and the fix.
     * NoWorkers: fewer than `min_workers` are in the fleet after `wait_s`.
@@ -100,15 +115,25 @@ class FleetMethods:
 
     @fleet_method
     def describe(
-        self, *, manifest_from: int | None = None, **select: Unpack[Selection]
+        self,
+        *,
+        manifest_from: int | None = None,
+        host: bool = False,
+        weight_roots: Sequence[str] | None = None,
+        **select: Unpack[Selection],
     ) -> FleetRequest[FleetDescription]:
         """Reads what each engine is and can do.
 
         Args:
             manifest_from: Also list the model's tensors, 1000 from this one on. `workers` must then name one worker.
                 None: no tensors.
+            host: Also report what each worker sees of its machine.
+            weight_roots: With `host`: directories beneath the configured weight roots, at which each worker looks too.
+                None: only the configured ones.
         """
-        return FleetRequest("describe", _given(manifest_from=manifest_from, **select))
+        roots = None if weight_roots is None else list(weight_roots)
+        body = _given(manifest_from=manifest_from, host=host, weight_roots=roots, **select)
+        return FleetRequest("describe", body)
 
     @fleet_method
     def updates(self, limit: int = 50, **select: Unpack[Selection]) -> FleetRequest[PastUpdates]:
@@ -232,32 +257,28 @@ class FleetMethods:
         transport: Transport | Mapping[str, Any],
         version: str | None = None,
         *,
-        target: BaseTarget | LoraTarget | None = None,
-        policy: UpdatePolicy | None = None,
-        digest: str | None = None,
-        digest_algorithm: DigestAlgorithm | None = None,
-        encoding: Encoding = "full",
-        base: str | None = None,
-        step: int | None = None,
-        cast: bool = False,
         request_id: str = "",
-        **select: Unpack[Selection],
+        **keywords: Unpack[UpdateKeywords],
     ) -> FleetRequest[UpdateReply]:
         """Commits new weights on the whole fleet, or on no worker.
 
         Args:
-            transport: Where the weights are: `{"backend": "filesystem", "path": …}`, or the fields of another backend.
+            transport: Where the weights are: `{"backend": "filesystem", "path": …}`, or the fields of another backend,
+                as a mapping or as a `Transport`.
             version: The trainer's label, such as `step_17`. None: the sequence number.
-            target: A LoRA adapter, or what becomes of loaded adapters. None: the base weights; adapters stay loaded.
-            policy: How the update is carried out, with its time-outs. None: the defaults of UpdatePolicy.
+            target: A `LoraTarget` means an adapter. A `BaseTarget` means the base weights, and says whether loaded
+                adapters stay. A mapping of their fields means the same. None: the base weights; adapters stay loaded.
+            policy: How the update is carried out, with its time-outs: an `UpdatePolicy`, or a mapping of its fields.
+                None: the defaults of UpdatePolicy.
             digest: The trainer's digest, `xxh3:…` or `blake3:…`. None: the workers' digests must agree.
             digest_algorithm: The hash, where neither `digest` nor digests beside the weights tell it. None: `xxh3`.
-            encoding: `delta` sends only the changed elements since `base`, `partial` only the changed tensors; `digest`
-                is then needed.
+            encoding: `full`, the default, sends every tensor. `delta` sends only the changed elements since `base`,
+                `partial` only the changed tensors; `digest` is then needed.
             base: The digest of the committed version that a delta or a partial version changes.
             step: The trainer's step, for the history.
             cast: Allow another float dtype than the engine's.
             request_id: Makes the call idempotent: a repeated call returns the first answer.
+            keywords: Beside the arguments from `target` to `cast`, the keys of a `Selection`.
 
         Returns:
             The committed version, and the members that do not serve it yet.
@@ -269,10 +290,7 @@ class FleetMethods:
             Locked: another update is under way.
             OutcomeUnknown: NATS was lost at the decision. Repeat the call with the same `request_id`.
         """
-        body = _update_body(
-            transport, version, target, policy, digest, digest_algorithm, encoding, base, step, cast
-        )
-        return FleetRequest("update_weights", {**body, **select}, request_id)
+        return FleetRequest("update_weights", _update_body(transport, version, keywords), request_id)
 
     @fleet_method
     def rollback(
@@ -281,7 +299,7 @@ class FleetMethods:
         *,
         sequence: int | None = None,
         version: str | None = None,
-        policy: UpdatePolicy | None = None,
+        policy: UpdatePolicy | Mapping[str, Any] | None = None,
         request_id: str = "",
         **select: Unpack[Selection],
     ) -> FleetRequest[UpdateReply]:
@@ -291,7 +309,8 @@ class FleetMethods:
             label: The label. If several versions have it, they must have the same digest.
             sequence: The sequence number.
             version: A new label. None: the label that it had.
-            policy: How the update is carried out. None: the defaults of UpdatePolicy.
+            policy: How the update is carried out: an `UpdatePolicy`, or a mapping of its fields. None: the defaults of
+                UpdatePolicy.
             request_id: Makes the call idempotent: a repeated call returns the first answer.
 
         Raises:
@@ -299,7 +318,10 @@ class FleetMethods:
             Conflict: its weights can't be fetched again.
         """
         body = _given(
-            rollback=_given(label=label, sequence=sequence), version=version, policy=_policy(policy), **select
+            rollback=_given(label=label, sequence=sequence),
+            version=version,
+            **update_arguments(policy=policy),
+            **select,
         )
         return FleetRequest("update_weights", body, request_id)
 
@@ -348,26 +370,15 @@ class FleetMethods:
         transport: Transport | Mapping[str, Any],
         version: str | None = None,
         *,
-        target: BaseTarget | LoraTarget | None = None,
-        policy: UpdatePolicy | None = None,
-        digest: str | None = None,
-        digest_algorithm: DigestAlgorithm | None = None,
-        encoding: Encoding = "full",
-        base: str | None = None,
-        step: int | None = None,
-        cast: bool = False,
         request_id: str = "",
-        **select: Unpack[Selection],
+        **keywords: Unpack[UpdateKeywords],
     ) -> FleetRequest[PreparedUpdate]:
         """Stages an update on every worker, or makes the workers listen for weights that the trainer pushes.
 
         Generation continues. `complete_weights_update` commits the update. It expires 120 seconds after its last call.
         The arguments and errors are those of `update_weights`.
         """
-        body = _update_body(
-            transport, version, target, policy, digest, digest_algorithm, encoding, base, step, cast
-        )
-        return FleetRequest("prepare_weights_update", {**body, **select}, request_id)
+        return FleetRequest("prepare_weights_update", _update_body(transport, version, keywords), request_id)
 
     @fleet_method
     def receive_weights_part(
@@ -541,32 +552,11 @@ def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _policy(policy: UpdatePolicy | None) -> dict[str, Any] | None:
-    return None if policy is None else policy.model_dump(exclude_unset=True)
-
-
 def _update_body(
     transport: Transport | Mapping[str, Any],
     version: str | None,
-    target: BaseTarget | LoraTarget | None,
-    policy: UpdatePolicy | None,
-    digest: str | None,
-    digest_algorithm: DigestAlgorithm | None,
-    encoding: str,
-    base: str | None,
-    step: int | None,
-    cast: bool,
+    keywords: UpdateKeywords,
 ) -> dict[str, Any]:
     """The body of `update_weights` and `prepare_weights_update`."""
-    return _given(
-        transport=transport.model_dump() if isinstance(transport, Transport) else dict(transport),
-        version=version,
-        target=None if target is None else target.model_dump(),
-        policy=_policy(policy),
-        digest=digest,
-        digest_algorithm=digest_algorithm,
-        encoding=encoding,
-        base=base,
-        step=step,
-        cast=cast,
-    )
+    models = update_arguments(transport=transport, target=keywords.get("target"), policy=keywords.get("policy"))
+    return _given(version=version, **{**keywords, **models})

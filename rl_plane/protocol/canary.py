@@ -15,9 +15,10 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NotRequired, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from typing_extensions import TypedDict  # pydantic describes no other TypedDict before Python 3.12
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.stored import Stored
@@ -81,6 +82,11 @@ Sequences = tuple[tuple[int, ...], ...]
 OnCanaryFailure = Literal["rollback", "exclude", "warn"]
 CanaryOrigin = Literal["update", "canary.json", "default"]
 """The origin of an update's sequences: its request, the file beside its checkpoint, or the vocabulary."""
+CanaryAction = Literal["open", "rollback", "exclude"]
+CanaryReason = Literal["trainer", "reference", "fleet", "tie", "unusable"]
+CanaryReference = Literal["trainer", "reference", "fleet", "nothing"]
+"""The other side of a comparison: the trainer's values, the values that this version had before, or the other workers'
+values. `nothing`: the worker has nothing to be compared with, or its own vectors are unusable."""
 
 TokenId = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKEN_ID)]
 Logprob = Annotated[float, Field(strict=True, ge=MIN_LOGPROB, le=LOGPROB_EPSILON)]
@@ -118,6 +124,31 @@ class Canary(Body):
                     fix=f"give {len(tokens) - 1} values: one for each token but the first",
                 )
         return self
+
+
+class CanarySummary(TypedDict):
+    """The result of the canary for all workers of one update, as replies and the history show it."""
+
+    action: CanaryAction
+    """`open`: the fleet serves the version, without the workers that failed. `rollback`: the fleet returns to the
+    version before. `exclude`: the version stays committed, and no worker serves it."""
+    scored: int
+    """The number of workers that scored the version."""
+    failed: int
+    origin: CanaryOrigin
+    """The origin of the sequences: the request, the file beside the checkpoint, or the vocabulary."""
+    reasons: NotRequired[dict[CanaryReason, int]]
+    """Reason → the number of workers that failed for it. Absent: no worker failed."""
+    against: NotRequired[CanaryReference]
+    """The other side of the worst comparison. This key and the next three are absent if no worker was compared."""
+    difference: NotRequired[float | None]
+    """The largest absolute difference of a log probability, in nats."""
+    mismatch_kl: NotRequired[float | None]
+    """The mean of exp(d) - 1 - d over all tokens, where d is the expected minus the measured log probability."""
+    tolerance: NotRequired[float | None]
+    """The largest difference that is allowed there."""
+    warning: NotRequired[str]
+    """Why the fleet serves the version although every worker failed, or why it can't return to the version before."""
 
 
 def parse_canary(value: Any, field: str) -> Canary:

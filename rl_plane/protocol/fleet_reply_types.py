@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeVar
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic describes no other TypedDict before Python 3.12
 
+from rl_plane.protocol.canary import CanarySummary
+from rl_plane.protocol.record import Encoding
 from rl_plane.protocol.relay import SourceUse
 from rl_plane.protocol.versions import VersionReply
 from rl_plane.protocol.worker_ops import (
@@ -25,6 +27,9 @@ from rl_plane.protocol.worker_ops import (
     PauseReply,
     StateReply,
 )
+
+UpdateOutcome = Literal["running", "prepared", "committed", "aborted"]
+"""The state of an update in the history."""
 
 
 class Selection(TypedDict, total=False):
@@ -315,7 +320,7 @@ class UpdateReply(Merged):
     """Phase → seconds: `wait_s` (for the fleet, the lock and the workers' reports), `prepare_s`, `gate_s`, `commit_s`,
     `open_s`, `other_s`. They add up to the seconds of the update. If a trainer pushes between two calls, `receive_s` is
     the time between them."""
-    encoding: NotRequired[str]
+    encoding: NotRequired[Encoding]
     """`full`, `delta` or `partial`: the form in which the weights were sent."""
     sent_bytes: NotRequired[int]
     """The bytes of the tensors that each worker took."""
@@ -324,7 +329,7 @@ class UpdateReply(Merged):
     sources: NotRequired[dict[str, list[SourceUse]]]
     """Worker → the bytes that it took from each source, if workers fetched from one another: the largest sources of 64
     workers."""
-    canary: NotRequired[dict[str, Any]]
+    canary: NotRequired[CanarySummary]
     """The result of the numeric canary, if an engine scored it."""
     num_buckets_received: NotRequired[int]
     """The number of buckets that a trainer has pushed."""
@@ -360,9 +365,77 @@ class AbortedUpdate(Merged):
     workers: list[WorkerEntry]
 
 
+class UpdatedWorker(TypedDict):
+    """One worker's outcome of an update, in the history."""
+
+    incarnation: NotRequired[str]
+    status: NotRequired[Literal["ok", "error", "skipped"]]
+    error: NotRequired[dict[str, Any]]
+    """The worker's error: `code`, `message`."""
+
+
+class PastUpdate(TypedDict):
+    """One update of the history."""
+
+    update_id: str
+    """The request id; empty for sequence 0, the workers' own model."""
+    label: str
+    outcome: UpdateOutcome
+    """`prepared`: the update was prepared by a call of its own, and waits for complete or abort."""
+    who: str
+    """The client that coordinated it. Empty: the entry was made from the record alone."""
+    asked_by: str
+    """The id of the HTTP key with which the caller asked; over NATS the public key that it says is its own, with
+    ` (said)`. Empty: it has no key."""
+    caller: str
+    """The process that asked, such as `train.py@gpu3:4711`. If it asked over HTTP, its address follows."""
+    began_at: NotRequired[float]
+    """Unix seconds."""
+    ended_at: float | None
+    """Unix seconds. None: the update has not ended, or its coordinator died."""
+    version: VersionReply | None
+    """The committed version. None: nothing was committed."""
+    error: NotRequired[dict[str, Any]]
+    """The error: `code`, `message`, and its facts without `workers`. A committed update has one if too few workers
+    served it, or if the number was never reported."""
+    phases: dict[str, float]
+    """Phase → seconds. Once the update has ended, they add up to the time from `began_at` to `ended_at`."""
+    workers: dict[str, UpdatedWorker]
+    """Worker → its outcome."""
+    workers_left_out: int
+    """The number of successful workers that are not listed, to save space."""
+    excluded: list[str]
+    canary: NotRequired[CanarySummary]
+    """The result of the numeric canary, if an engine scored it."""
+    target: NotRequired[dict[str, Any]]
+    """The target of the request: the fields of `BaseTarget` or of `LoraTarget`."""
+    transport: dict[str, Any] | None
+    """The transport of the request, without its secret. None for sequence 0."""
+    digest: NotRequired[str]
+    """The committed digest, or the digest that the caller stated."""
+    cast: bool
+    refetchable: bool
+    """A worker can fetch the weights again."""
+    encoding: Encoding
+    base: NotRequired[str]
+    """For a delta or a partial version: the digest of the version that it changed."""
+    sent_bytes: NotRequired[int]
+    """The bytes of the tensors that each worker took. Absent: not known."""
+    model_bytes: NotRequired[int]
+    """The bytes of all tensors of the version."""
+    rollback: NotRequired[dict[str, Any]]
+    """The version that the update went back to, as the caller named it."""
+    sources: dict[str, list[SourceUse]]
+    """Worker → the bytes that it took from each source, if workers fetched from one another."""
+    num_buckets: NotRequired[int]
+    """The number of buckets that were pushed. Absent: the workers fetched the weights."""
+    step: NotRequired[int]
+    """The trainer's step, as the caller gave it."""
+
+
 class PastUpdates(Merged):
-    updates: list[dict[str, Any]]
-    """Newest first. Each has the fields of `rl_plane.commit.history.UpdateEntry`."""
+    updates: list[PastUpdate]
+    """Newest first."""
     workers: list[WorkerEntry]
 
 

@@ -23,6 +23,7 @@ from rl_plane.protocol.validation import (
     PRINTABLE,
     Body,
     Label,
+    parse_body,
     without_sglangs_names,
 )
 from rl_plane.protocol.versions import (
@@ -760,6 +761,32 @@ class UpdateCall(_Update):
                 "rollback names one version", field="rollback", fix='{"label": "step_3"} or {"sequence": 3}'
             )
         return self
+
+
+class _UpdateArguments(Body):
+    """The fields of an update that code may give as a model of this module, or as a mapping of its fields."""
+
+    transport: Transport | None = None
+    target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
+    policy: UpdatePolicy = UpdatePolicy()
+
+
+def update_arguments(
+    *,
+    transport: Transport | Mapping[str, Any] | None = None,
+    target: BaseTarget | LoraTarget | Mapping[str, Any] | None = None,
+    policy: UpdatePolicy | Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Checks these arguments, and returns them as fields of an update's body. An argument that is None is left out, and
+    a policy has only the fields that the caller has set. InvalidRequest names the wrong field."""
+    arguments = {"transport": transport, "target": target, "policy": policy}
+    given = {
+        name: dict(value) if isinstance(value, Mapping) else value
+        for name, value in arguments.items()
+        if value is not None
+    }
+    checked = parse_body(_UpdateArguments, given)
+    return {name: getattr(checked, name).model_dump(exclude_unset=name == "policy") for name in given}
 
 
 class ListUpdates(Body):

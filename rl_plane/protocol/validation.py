@@ -104,6 +104,8 @@ FIXES = {
     "list_type": "send a list",
     "tuple_type": "send a list",
     "dict_type": "send a map",
+    "model_type": "send a map",
+    "model_attributes_type": "send a map",
 }
 """pydantic's type of an error → the fix, with the values of the error's context."""
 

@@ -27,6 +27,7 @@ from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.protocol.canary import OnCanaryFailure
 from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.protocol.subjects import DEFAULT_NAMESPACE
+from rl_plane.protocol.update_requests import UpdatePolicy, update_arguments
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm
 from rl_plane.publish.attempt import JOINS, Attempt
 from rl_plane.publish.delta_attempt import DeltaAttempt
@@ -76,7 +77,7 @@ class WeightPublisher:
         adapter: str | None = None,
         dtype: Any = None,
         names: Names = None,
-        policy: Mapping[str, Any] | None = None,
+        policy: UpdatePolicy | Mapping[str, Any] | None = None,
         cast: bool = False,
         canary: PublishedCanary = None,
         on_canary_failure: OnCanaryFailure | None = None,
@@ -124,7 +125,7 @@ class WeightPublisher:
             names: maps the trainer's tensor names to the engine's: a mapping, or a function that returns None to leave
                 a tensor out. Default: unchanged.
 
-            policy: fields of `UpdatePolicy`, for each update. Default: the fleet's.
+            policy: how each update is carried out: an `UpdatePolicy`, or a mapping of its fields. Default: the fleet's.
             cast: True lets the engine convert dtypes. Default: False.
             canary: the token sequences that every worker scores before it serves a version. None: sequences made from
                 the vocabulary, with the fleet's own values. A list of token id lists: each `publish` first asks the
@@ -162,13 +163,14 @@ class WeightPublisher:
                 field="adapter",
                 fix="adapter='policy'" if self._source.adapter else "leave adapter out",
             )
+        policy_fields = update_arguments(policy=policy).get("policy", {})
         canary_policy = {} if on_canary_failure is None else {"on_canary_failure": on_canary_failure}
         self._options = PublishOptions(
             transport=transport,
             root=absolute_root(root),
             transport_options=dict(options or {}),
             adapter=adapter,
-            policy={**(policy or {}), **canary_policy},
+            policy={**policy_fields, **canary_policy},
             cast=cast,
             encoding=encoding,
             trainable_only=trainable_only,
@@ -186,7 +188,7 @@ class WeightPublisher:
                 field="trainable_only",
                 fix="give the module, or leave trainable_only out and use encoding='partial'",
             )
-        if canary is not None and (policy or {}).get("canary") is not None:
+        if canary is not None and policy_fields.get("canary") is not None:
             raise InvalidRequest(
                 "canary is given twice: by canary= and in policy", field="canary", fix="leave policy's canary out"
             )

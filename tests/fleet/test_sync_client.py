@@ -104,6 +104,9 @@ def test_the_typed_ops(fleet: SyncRlClient, root: Path) -> None:
     assert fleet.ready(min_workers=WORKERS, wait_s=BOUND_S)["ready"] is True
     assert len({row["ranks"][0]["checksum"] for row in fleet.check_weights()["workers"]}) == 1
     assert fleet.describe(workers=[first], manifest_from=0)["workers"][0]["manifest"]
+    seen = fleet.describe(workers=[first], host=True, weight_roots=[str(path)])["workers"][0]["host"]
+    assert seen is not None
+    assert str(path) in [one["path"] for one in seen["roots"]]
     assert fleet.liveness()["alive"] is True
     assert fleet.flush_cache()["status"] == "ok"
     assert fleet.abort_requests()["waiting"] == 0

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, Locked, PlaneError, Unavailable
 from rl_plane.protocol.envelope import engine_replies
-from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
+from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S, UpdatePolicy, update_arguments
 from rl_plane.protocol.vllm_bodies import (
     GROUP,
     InitInfo,
@@ -48,14 +48,14 @@ class FleetWeightSyncClient:
         self,
         fleet: SyncRlClient,
         *,
-        policy: dict[str, Any] | None = None,
+        policy: UpdatePolicy | Mapping[str, Any] | None = None,
         part_timeout_s: float = PART_TIMEOUT_S,
     ) -> None:
         """Makes the client.
 
         Args:
             fleet: a client of the fleet.
-            policy: the policy of each update; see `UpdatePolicy` in docs/reference.md.
+            policy: how each update is carried out: an `UpdatePolicy`, or a mapping of its fields.
             part_timeout_s: the time for one `update_weights` in seconds, at most an hour, if `init_info` has no
                 `timeout_s`.
         """
@@ -66,7 +66,7 @@ class FleetWeightSyncClient:
                 fix=f"seconds, above 0 and at most {MAX_PART_TIMEOUT_S:g}",
             )
         self._fleet = fleet
-        self._policy = policy
+        self._policy_field = update_arguments(policy=policy)
         self._part_timeout_s = part_timeout_s
         self._transfer: Transfer | None = None
         self._update_id: str | None = None
@@ -97,7 +97,7 @@ class FleetWeightSyncClient:
         body = {
             "transport": self._formed().transport,
             "cast": True,  # as vLLM does
-            **({} if self._policy is None else {"policy": self._policy}),
+            **self._policy_field,
         }
         try:
             self._fleet.run("prepare_weights_update", body, request_id=update_id)

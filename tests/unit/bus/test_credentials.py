@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nkeys
 import pytest
@@ -130,6 +131,19 @@ def test_files_that_exclude_or_need_each_other(tmp_path: Path) -> None:
     for files in ({"cert": tmp_path}, {"cert_key": tmp_path}):
         with pytest.raises(InvalidRequest, match="is given without"):
             NatsCredentials(**files)
+
+
+def test_a_path_may_be_a_string(tmp_path: Path) -> None:
+    files = NatsCredentials(str(tmp_path / "key"), ca=str(tmp_path / "ca"))
+    assert files == NatsCredentials(nkey=tmp_path / "key", ca=tmp_path / "ca")
+    refused(files, "can't be read", "nats_ca")
+
+
+def test_a_path_of_another_type_is_refused() -> None:
+    wrong: Any = b"key"
+    with pytest.raises(InvalidRequest, match="creds is a bytes") as error:
+        NatsCredentials(creds=wrong)
+    assert error.value.facts == {"field": "nats_creds", "fix": "give a path: a string or a Path"}
 
 
 def test_they_travel_to_the_ranks_of_an_engine_as_paths(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired
 
 import pytest
+from pydantic import TypeAdapter
 
 from rl_plane.commit import history
+from rl_plane.commit.canary_rules import Settlement, Verdict
 from rl_plane.commit.history import UpdateEntry, evaluate_entry, request_hash
 from rl_plane.commit.past_versions import rollback_target, source_of, target_of
 from rl_plane.errors import (
@@ -18,6 +21,8 @@ from rl_plane.errors import (
 )
 from rl_plane.membership.core import Member
 from rl_plane.protocol import update_requests, validation
+from rl_plane.protocol.canary import CanaryRecord
+from rl_plane.protocol.fleet_reply_types import PastUpdate
 from rl_plane.protocol.record import DecisionRecord, UpdateSession, VersionSource
 from rl_plane.protocol.update_requests import SHOWN_AS_ASKED, UpdateWeights
 from rl_plane.protocol.versions import WeightVersion
@@ -42,6 +47,26 @@ def committed(sequence: int, label: str = "", digest: str = DIGEST, run: str = "
 
 def member(instance_id: str, model_path: str) -> Member:
     return Member(instance_id, "i", "s", 1, 1, {"model_path": model_path})
+
+
+def test_the_type_of_an_update_in_the_reply_has_the_keys_of_its_entry() -> None:
+    only_of_the_plane = {"request", "before", "min_ready", "asked"}
+    hints = typing.get_type_hints(PastUpdate, include_extras=True)
+    assert hints.keys() == {each.name for each in fields(UpdateEntry)} - only_of_the_plane | set(SHOWN_AS_ASKED)
+    always = {name for name, kind in hints.items() if typing.get_origin(kind) is not NotRequired}
+    bare = UpdateEntry("u", "step_1", "running").to_wire()
+    assert bare.keys() == always
+    score = Verdict(True, "reference", difference=0.01, tolerance=0.02)
+    settlement = Settlement("open", {"w": score}, [], CanaryRecord(((1, 2),)))
+    full = committed(
+        1,
+        workers={"w": {"incarnation": "i", "status": "error", "error": {"code": "worker_lost", "message": "m"}}},
+        sources={"w": [{"source": "trainer", "bytes": 1, "seconds": 0.1}]},
+        canary=settlement.summary(),
+        asked={"step": 7},
+    ).to_wire()
+    for wire in (bare, full):
+        TypeAdapter(PastUpdate).validate_python(wire)
 
 
 def test_the_history_shows_the_fields_of_a_request_by_their_names() -> None:

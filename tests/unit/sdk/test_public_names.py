@@ -65,6 +65,7 @@ def test_each_type_that_a_method_of_the_fleet_names_is_public() -> None:
     shown = {one for one in named if one is not FleetRequest and inspect.isclass(one)}
     assert {one.__name__ for one in shown} >= {
         "Transport",
+        "UpdateKeywords",
         "UpdatePolicy",
         "Selection",
         "UpdateReply",
@@ -76,8 +77,11 @@ def test_each_type_that_a_method_of_the_fleet_names_is_public() -> None:
 
 
 def _within(kind: object) -> list[Any]:
-    """The types that a generic type or a union is made of."""
-    return [found for one in typing.get_args(kind) for found in (one, *_within(one))]
+    """The types that a generic type or a union is made of, and the types of unpacked keywords."""
+    parts = list(typing.get_args(kind))
+    if typing.get_origin(kind) is typing.Unpack:
+        parts += typing.get_type_hints(parts[0]).values()
+    return [found for one in parts for found in (one, *_within(one))]
 
 
 def test_each_public_name_is_there_and_sorted_and_no_other_is() -> None:
