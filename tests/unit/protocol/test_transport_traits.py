@@ -100,7 +100,7 @@ def test_wrong_traits_are_logged_and_a_transport_here_keeps_its_row(
     [
         ("pigeon", "feed it"),
         ("nixl", "install rl-plane[nixl] beside this worker, or use filesystem"),
-        ("object_store", "this worker has filesystem"),
+        ("object_store", "use a transport that this worker has: filesystem"),
     ],
 )
 def test_a_worker_lacks_a_known_transport(packages: None, backend: str, fix: str) -> None:
@@ -112,4 +112,4 @@ def test_a_worker_lacks_a_known_transport(packages: None, backend: str, fix: str
 def test_no_worker_knows_a_transport_without_a_row() -> None:
     with pytest.raises(InvalidRequest, match="unknown transport 'raven'") as caught:
         updates_of_a_worker().check_backend("raven")
-    assert caught.value.facts["fix"] == "this worker has filesystem"
+    assert caught.value.facts["fix"] == "use a transport that this worker has: filesystem"
