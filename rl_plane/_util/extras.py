@@ -13,7 +13,7 @@ EXTRA_OF_MODULE = {
     "tokenizers": "hf",
     "safetensors": "hf",
     "numpy": "hf",
-    "psutil": "hf",
+    "psutil": "worker",
     "jinja2": "hf",
     "peft": "hf",
     "numba": "publish",

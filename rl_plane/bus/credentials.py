@@ -111,7 +111,7 @@ class NatsCredentials:
 def _as_path(name: str, path: Any) -> Path | None:
     if path is None or isinstance(path, Path):
         return path
-    if not isinstance(path, str):
+    if not isinstance(path, (str, os.PathLike)):
         raise InvalidRequest(
             f"{name} is a {type(path).__name__}", field=f"nats_{name}", fix="give a path: a string or a Path"
         )

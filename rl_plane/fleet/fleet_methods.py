@@ -131,7 +131,7 @@ class FleetMethods:
             weight_roots: With `host`: directories beneath the configured weight roots, at which each worker looks too.
                 None: only the configured ones.
         """
-        roots = None if weight_roots is None else list(weight_roots)
+        roots = weight_roots if weight_roots is None or isinstance(weight_roots, str) else list(weight_roots)
         body = _given(manifest_from=manifest_from, host=host, weight_roots=roots, **select)
         return FleetRequest("describe", body)
 

@@ -106,6 +106,8 @@ FIXES = {
     "dict_type": "send a map",
     "model_type": "send a map",
     "model_attributes_type": "send a map",
+    "union_tag_not_found": "add {discriminator}",
+    "union_tag_invalid": "use one of {expected_tags}",
 }
 """pydantic's type of an error → the fix, with the values of the error's context."""
 

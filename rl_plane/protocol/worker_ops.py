@@ -191,6 +191,14 @@ class Describe(Body):
     weight_roots: list[str] | None = Field(None, max_length=16)
     """With `host`: directories to look at, beside the configured weight roots. The worker looks only beneath these."""
 
+    @model_validator(mode="after")
+    def _check_roots(self) -> Self:
+        if self.weight_roots is not None and not self.host:
+            raise InvalidRequest(
+                "weight_roots without host", field="weight_roots", fix="set host, or leave it out"
+            )
+        return self
+
 
 class TensorReply(TypedDict):
     name: str

@@ -46,7 +46,7 @@ try:
     from worker.engines.common.scoring import LOGPROB_FLOOR
     from worker.receive.staging import model_digest
 except ModuleNotFoundError as error:
-    raise import_error(error, "worker.testing.engine_contract", "hf") from None
+    raise import_error(error, "worker.testing.engine_contract", "worker") from None
 
 BOUND_S = 120.0
 """The longest wait of a check: more than any step of a small model takes on a busy machine."""

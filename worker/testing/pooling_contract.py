@@ -32,7 +32,7 @@ try:
         run_checks,
     )
 except ModuleNotFoundError as error:
-    raise import_error(error, "worker.testing.pooling_contract", "hf") from None
+    raise import_error(error, "worker.testing.pooling_contract", "worker") from None
 
 NEAR = 1e-5
 """The largest difference between two computations of one input."""

@@ -38,7 +38,7 @@ def of_update(facts: KnownFacts, update: Row) -> Finding:
     else:
         cause = f"is decided (phase {update['phase']}), and waits for {waits_for}"
         fix = (
-            "wait: it can't be aborted any more. A worker that does not answer leaves within 6 s, and heals later"
+            "wait: it can't be aborted any more. A worker that does not answer leaves within 8 s, and heals later"
         )
     return Finding(name, "update", cause, fix, waits_for, _update_until(facts, update, before))
 

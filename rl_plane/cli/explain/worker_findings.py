@@ -62,7 +62,7 @@ _REASONS: dict[str, tuple[str, str, str]] = {
     "updating": (
         "every process to learn the decision that was just made",
         "wait; if it stays, `rl-plane explain` again",
-        "after 6 s at most",
+        "after 6 s, unless it waits for other workers' scores",
     ),
     "disabled": ("an operator to enable it", "`rl-plane enable ID`", ""),
     "draining": ("an operator to enable it", "`rl-plane enable ID`", ""),
