@@ -2,7 +2,8 @@
 
     survey ─→ prepare ─→ decide ─→ gate ─→ commit ─→ (leases) ─→ open ─→ answer        strict
                  │          └────→ gate ─→ roll … roll ─→ open ─→ (leases) ─→ answer   rolling
-                 └─ any failure before the decision ─→ abort: nothing has changed anywhere
+                 └─ any failure before the decision ─→ abort: nothing has changed anywhere. With `staging: none`, a
+                    worker whose weights were overwritten stays closed until it has healed
 
 The steps are generators: each yields an instruction (`steps.py`) and receives its event, so it reads like a call.
 `coordinator.py` carries the instructions out under the component's lock. README.md leads through the package.
@@ -137,7 +138,8 @@ def survey(
         if goes_back(base, state.settlement):
             base, _ = yield from go_back(state, base, UpdatePolicy())
         base = opened_record(state, base)
-        if base.update_id != state.command.update_id:  # else the answer needs what the canary has shown
+        # The answer has the canary's result only for this command's own update.
+        if base.update_id != state.command.update_id:
             state.settlement = None
         state.seen = yield Survey("recheck")  # a worker that only this update had closed is open now
     return session, base
@@ -200,8 +202,9 @@ def carry_out(
 def swap_all(
     state: CommandState, decided: Written, ready: Members, policy: UpdatePolicy
 ) -> Generator[Instruction, Any, Sequence[WorkerReply]]:
-    """Commits a version under the strict barrier. First every member closes. Then each member swaps, or is excluded.
-    Only then may any worker open."""
+    """Commits a version under the strict barrier. First every member closes. Then each of the `ready` workers swaps, or
+    is excluded. Only then does the coordinator open the version, unless the fleet goes back (`go_back`). A worker that
+    has swapped, and waits for no other worker's scores, opens by itself 6 s after it learnt of the decision."""
     record = decided.record
     acks: RecordAcks = yield Announce("gate", record, decided.sequence, policy.gate_timeout_s)
     shut = {reply.instance_id for reply in acks.replies if reply.ok}
@@ -229,8 +232,9 @@ def swap_all(
 def go_back(
     state: CommandState, record: DecisionRecord, policy: UpdatePolicy
 ) -> Generator[Instruction, Any, tuple[DecisionRecord, Sequence[WorkerReply]]]:
-    """Returns the fleet to the version before `record`, because every worker has failed the canary. The coordinator
-    decides this as it decides an update. Then each worker fetches the weights by itself."""
+    """Returns the fleet to the version before `record`, because every worker that has scored the canary has failed it.
+    This is a second decision. No worker has that version staged, so `swap_all` asks no worker to swap: it closes every
+    member, and opens the version. Each worker that lacks the weights fetches them by itself."""
     assert state.settlement is not None
     back = record_back(record, state.settlement, state.now)
     decided = yield from decide(back)
