@@ -138,7 +138,7 @@ async def _engine_side(
         notices.end()
 
 
-def _checked(adapter: object) -> EngineAdapter:
+def checked_engine(adapter: object) -> EngineAdapter:
     """Returns an engine that a package has built. Python finds its missing methods only if it is an EngineAdapter."""
     if not isinstance(adapter, EngineAdapter):
         name = type(adapter).__name__
@@ -162,7 +162,7 @@ async def _with_notices(
     weights = _weights_at(options.model)
     with _telling_nodes(nodes), arguments.named():
         adapters: list[EngineAdapter] = [
-            _checked(build(_engine_options(options, arguments, nodes))) for _ in range(options.copies)
+            checked_engine(build(_engine_options(options, arguments, nodes))) for _ in range(options.copies)
         ]
         if nodes is not None:
             _spanning(options, adapters[0])
@@ -300,7 +300,7 @@ async def _node_side(options: WorkerOptions, on_ready: Callable[[list[str]], Non
 
     link = FollowerLink(*_link_of(options, arguments), digest)
     with _telling_nodes(link), arguments.named():
-        adapter = _spanning(options, _checked(build(_engine_options(options, arguments, link))))
+        adapter = _spanning(options, checked_engine(build(_engine_options(options, arguments, link))))
     assert isinstance(adapter, EngineAdapter)
     try:
         await asyncio.to_thread(link.start)

@@ -132,7 +132,7 @@ class Journal:
         return f"by {backend}" if backend else "nothing to receive", f"{entry.caller or entry.who}{key}"
 
     def decided(self, sequence: int) -> None:
-        """Logs that the update is decided. From here on a failure takes nothing back."""
+        """Logs that the update is decided. From here on only a new decision replaces it."""
         log.info(
             "%s is committed as sequence %d, asked by %s",
             self._name,

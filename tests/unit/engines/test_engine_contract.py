@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.paths import ROOT
@@ -23,6 +24,7 @@ from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.engines.fake.adapter import FakeEngine, make_fake_adapter, make_fake_model
 from worker.engines.fake.adapter import build as build_fake
 from worker.engines.receives_weights import ReceivesWeights
+from worker.process import checked_engine
 from worker.testing.engine_contract import (
     CHECKS,
     Check,
@@ -79,6 +81,12 @@ def test_an_engine_without_a_mixin_can_not_be_made() -> None:
     with pytest.raises(TypeError) as error:
         incomplete()
     assert all(name in str(error.value) for name in ReceivesWeights.__abstractmethods__)
+
+
+def test_an_engine_that_is_no_adapter_is_refused_at_the_start() -> None:
+    half = type("Half", (WeightsInProcess,), {})
+    with pytest.raises(InvalidRequest, match="Half is no EngineAdapter"):
+        checked_engine(half())
 
 
 def build_echo(options: EngineOptions) -> EngineAdapter:

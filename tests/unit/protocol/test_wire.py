@@ -32,6 +32,7 @@ from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.protocol.notices import OpNotice
 from rl_plane.protocol.record import first_record
 from rl_plane.protocol.subjects import Subjects, check_instance_id, key_of_inbox
+from rl_plane.protocol.update_requests import update_arguments
 from rl_plane.protocol.versions import TensorSpec, WeightVersion, tensors_digest
 
 # ---- errors ----
@@ -437,3 +438,18 @@ def test_a_notice_names_a_changing_op_and_no_proved_key(wrong: dict[str, Any], f
     with pytest.raises(InvalidRequest) as refused:
         OpNotice.decode(encode({**NOTICE, **wrong}))
     assert refused.value.facts["field"] == field
+
+
+def test_describe_takes_weight_roots_only_with_the_host() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validation.parse_body(worker_ops.Describe, {"weight_roots": ["/data"]})
+    assert caught.value.facts["field"] == "weight_roots"
+
+
+@pytest.mark.parametrize(
+    ("target", "fix"), [({"name": "a"}, "add 'kind'"), ({"kind": "x"}, "use one of 'base', 'lora'")]
+)
+def test_a_target_without_a_known_kind_gets_a_fix(target: dict[str, Any], fix: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        update_arguments(target=target)
+    assert caught.value.facts == {"field": "target", "fix": fix}
