@@ -20,14 +20,15 @@ class TransportTraits:
     """The traits of one transport. The defaults fit a transport by which each worker fetches the weights from the
     trainer, during the update or after it.
 
-    The coordinator reads `pushed`, `in_parts`, `described_by` and `relayed`, the trainer `auto`, `lasting` and
-    `needs_root`, and the workers `relayed`, `one_host`, `source` and `if_lacking`.
+    The coordinator reads `pushed`, `in_parts`, `described_by` and `relayed`. The trainer reads `auto`, `one_host`,
+    `lasting` and `needs_root`. The workers read `relayed`, `one_host`, `source` and `if_lacking`.
     """
 
     auto: bool = False
     """`transport="auto"` may take the transport."""
     one_host: bool = False
-    """The transport moves weights only within one machine."""
+    """The transport moves weights only within one machine. `auto` leaves it out if trainer and engines are on several
+    machines. An engine whose nodes are on several machines does not offer it."""
     lasting: bool = False
     """Workers can still fetch the weights when the trainer is gone."""
     needs_root: bool = False

@@ -1,8 +1,9 @@
 """The contracts of a transport's two halves: `Sender` in the trainer, `WeightTransport` in the engine.
 
 A transport moves bytes. It knows nothing of engines, versions or commits: digests, checks, staging and the commit are
-outside of it. A transport is one folder with `sender.py`, `receiver.py` and, where both halves share a format,
-`wire.py`.
+outside of it. A transport is one folder with `receiver.py`, `sender.py` and, if several modules share a format,
+`wire.py`. The sender is missing if no trainer sends by the transport (`http`). `gloo` and `nccl` share the folder
+`group`.
 
 One update, on each side:
 
