@@ -110,12 +110,10 @@ class WorkerCalls:
         `lock_timings`: for the component's lock while this client holds it.
         `connect_bus`: opens the connection. None: `Bus.connect`."""
         subjects = Subjects(namespace, component)  # checks the names before a connection is opened
+        known_transports()  # imports what packages state of their transports: not later, beside calls under way
         bus = await (connect_bus or Bus.connect)(nats_url, name, wait_s, credentials)
         client = cls(bus, namespace, component, lock_timings=lock_timings)
         try:
-            await asyncio.to_thread(
-                known_transports
-            )  # imports what packages state, and would block an update's loop
             await client._gather.start_listening()
             await client._start_view(subjects)
         except BaseException:
