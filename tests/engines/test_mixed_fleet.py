@@ -295,7 +295,7 @@ async def test_a_stream_across_an_update_names_the_weights_of_each_token(mixed: 
         last, change = PROMPT[-1], stream.spans[1]["start"]
         for place, token in enumerate(stream.tokens):
             last = witness_next_token(before if place < change else after, last)
-            assert token == last, (engine, place, change)
+            assert token == last, (engine, place, stream.spans, stream.tokens[max(0, place - 3) : place + 3])
 
 
 async def test_streams_of_a_swapped_adapter_continue_with_the_new_adapter(mixed: Mixed, client: RlClient) -> None:
