@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from dataclasses import replace
 from typing import Any
 
 MARK = "RL_PLANE_SGLANG"
@@ -52,6 +53,8 @@ def register() -> None:
     HookRegistry.register(
         f"{scheduler}._record_scheduler_state_for_paused_engine", _wait_while_paused, HookType.AFTER
     )
+    channels = "sglang.srt.managers.scheduler_components.ipc_channels.SchedulerIpcChannels.create"
+    HookRegistry.register(channels, send_in_order, HookType.AFTER)
     controller = "sglang.srt.managers.data_parallel_controller.DataParallelController"
     HookRegistry.register(f"{controller}.launch_tensor_parallel_group", end_with_replica, HookType.AROUND)
     HookRegistry.register(f"{controller}.__init__", open_loads, HookType.AFTER)
@@ -81,6 +84,16 @@ def register() -> None:
 
 def child_failed(number: int, frame: Any) -> None:
     """Replaces SGLang's handler of SIGQUIT, which ends the process: the adapter notices itself when a child ends."""
+
+
+def send_in_order(channels: Any, *arguments: Any, **options: Any) -> Any:
+    """Makes tokens and the answers to calls leave a scheduler by one socket.
+
+    ZeroMQ keeps the order of messages only within one socket. With SGLang's two sockets, the answer to a pause can
+    overtake the last tokens, and these tokens would get the label of the next weights."""
+    if channels.send_to_tokenizer.socket is not None:
+        channels.send_to_tokenizer.socket.close()
+    return replace(channels, send_to_tokenizer=channels.send_to_detokenizer)
 
 
 def _wait_while_paused(_: None, scheduler: Any) -> None:
