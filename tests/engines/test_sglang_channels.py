@@ -12,7 +12,7 @@ from worker.engines.sglang.plugin import send_in_order
 pytestmark = [
     pytest.mark.engines("sglang"),
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what SGLang imports
+    pytest.mark.filterwarnings("ignore:::(torch|vllm|sglang|transformers|multiprocessing)"),  # theirs, not ours
 ]
 
 TOKENS = 5000
