@@ -58,7 +58,7 @@ async def test_a_worker_that_dies_before_its_first_token_costs_nothing(
     client = await plane.client()
     await client.wait_for(2)
 
-    # Of equally loaded workers, the victim is the worker that had no turn yet.
+    # If workers have equal load, the victim is the worker that had no turn yet.
     tasks = [asyncio.create_task(ask(http, max_tokens=3, n=2)) for _ in range(2)]
     await until_running(plane, client, victim.instance_id, 2)
     victim.kill()
