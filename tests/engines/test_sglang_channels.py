@@ -42,13 +42,16 @@ def test_tokens_and_the_answer_to_a_call_leave_a_scheduler_in_order(tmp_path: Pa
     if not is_rank_zero:
         assert tokens.socket is None
         return
-    with zmq.Context() as context, context.socket(zmq.PULL) as tokenizer:
-        tokenizer.setsockopt(zmq.RCVTIMEO, 30_000)
-        tokenizer.bind(addresses["tokenizer_ipc_name"])
-        for number in range(TOKENS):
-            tokens.socket.send(b"%d" % number)
-        answers.socket.send(b"paused")
-        received = [tokenizer.recv() for _ in range(TOKENS + 1)]
+    assert send_in_order(channels) is channels, "hooks that are applied twice must not close the one socket"
+    try:
+        with zmq.Context() as context, context.socket(zmq.PULL) as tokenizer:
+            tokenizer.setsockopt(zmq.RCVTIMEO, 30_000)
+            tokenizer.bind(addresses["tokenizer_ipc_name"])
+            for number in range(TOKENS):
+                tokens.socket.send(b"%d" % number)
+            answers.socket.send(b"paused")
+            received = [tokenizer.recv() for _ in range(TOKENS + 1)]
+    finally:
+        for one in (channels.recv_from_tokenizer, channels.recv_from_rpc, tokens.socket):
+            one.close(linger=0)
     assert received == [b"%d" % number for number in range(TOKENS)] + [b"paused"]
-    for one in (channels.recv_from_tokenizer, channels.recv_from_rpc, tokens.socket):
-        one.close(linger=0)

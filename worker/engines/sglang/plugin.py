@@ -91,8 +91,10 @@ def send_in_order(channels: Any, *arguments: Any, **options: Any) -> Any:
 
     ZeroMQ keeps the order of messages only within one socket. With SGLang's two sockets, the answer to a pause can
     overtake the last tokens, and these tokens would get the label of the next weights."""
-    if channels.send_to_tokenizer.socket is not None:
-        channels.send_to_tokenizer.socket.close()
+    answers, tokens = channels.send_to_tokenizer.socket, channels.send_to_detokenizer.socket
+    if answers is tokens:  # a rank that has no sockets, or a process that applied the hooks twice
+        return channels
+    answers.close()
     return replace(channels, send_to_tokenizer=channels.send_to_detokenizer)
 
 
