@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.lint.patches import too_many_patches
 
-PATCHED = '''"""Patches, on the lines 10 to 15."""
+PATCHED = '''"""Patches, on the lines 10 to 18."""
 
 from unittest import mock
 
@@ -21,6 +21,9 @@ def test_it(monkeypatch):
     mock.patch("module.limit", 2)
     module.limit = 2
     with monkeypatch.context() as patched: patched.setattr("module.limit", 2)
+    monkeypatch.delattr(Thing, "limit")
+    mock.patch.multiple(module, limit=2)
+    module.part.limit = 2
 '''
 
 NOT_PATCHED = '''"""The environment, and an object of the test's own."""
@@ -51,13 +54,13 @@ def _folder(root: Path, text: str) -> Path:
 
 
 def test_each_patch_is_named_if_there_are_too_many(tmp_path: Path) -> None:
-    *found, total = too_many_patches(_folder(tmp_path, PATCHED), limit=5)
-    assert [line.split(": ")[0] for line in found] == [f"tests/unit/test_it.py:{line}" for line in range(10, 16)]
-    assert total == "tests:1: these are 6 patches, and at most 5 are allowed"
+    *found, total = too_many_patches(_folder(tmp_path, PATCHED), limit=8)
+    assert [line.split(": ")[0] for line in found] == [f"tests/unit/test_it.py:{line}" for line in range(10, 19)]
+    assert total == "tests:1: these are 9 patches, and at most 8 are allowed"
 
 
 def test_patches_up_to_the_limit_are_no_offence(tmp_path: Path) -> None:
-    assert too_many_patches(_folder(tmp_path, PATCHED), limit=6) == []
+    assert too_many_patches(_folder(tmp_path, PATCHED), limit=9) == []
 
 
 def test_environments_and_own_objects_are_not_counted(tmp_path: Path) -> None:
