@@ -13,8 +13,8 @@ from pathlib import Path
 LIMIT = 160
 """The number of patches that there are. Lower it when you remove some. If several tests need a situation that has no
 public cause, one helper in tests/support makes it. The helper is named after the situation."""
-PATCHES = {f"{name}patch{kind}" for name in ("", "mock.", "unittest.mock.") for kind in ("", ".object", ".multiple")}
-    f"{module}patch{kind}" for module in ("", "mock.", "unittest.mock.") for kind in ("", ".object", ".multiple")
+PATCHES = {
+    f"{name}patch{kind}" for name in ("", "mock.", "unittest.mock.") for kind in ("", ".object", ".multiple")
 }
 """The functions of `unittest.mock` that replace a name. `patch.dict` is not among them: it changes an environment."""
 
