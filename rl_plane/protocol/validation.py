@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError
@@ -118,10 +119,14 @@ WORDS = {
 }
 """pydantic's type of an error → its message, where pydantic's own names a thing of Python's."""
 
+TAGS = {("target", "base"), ("target", "lora")}
+"""A field and the kind of its value. pydantic puts the kind into the path of a part's error, and a request does not."""
+
 
 def invalid_from_pydantic(error: ValidationError, prefix: str = "") -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join([prefix] * bool(prefix) + [str(part) for part in first["loc"]]) or "body"
+    path = [prefix] * bool(prefix) + [str(part) for part in first["loc"]]
+    field = ".".join(part for before, part in pairwise(["", *path]) if (before, part) not in TAGS) or "body"
     more = error.error_count() - 1
     words = WORDS.get(first["type"], first["msg"])
     message = f"{field}: {words}" + (f" (and {more} more)" if more else "")

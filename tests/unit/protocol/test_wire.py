@@ -284,7 +284,7 @@ BAD_BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("update_weights", {"transport": {"backend": "b"}, "version": "x" * 201}, "version"),
     ("update_weights", {"transport": {"backend": "b"}, "version": {"label": "x"}}, "version"),
     ("update_weights", {"transport": {"backend": "b"}, "target": {"kind": "lora", "op": "eat", "name": "a"}},
-     "target.lora.op"),
+     "target.op"),
 ]  # fmt: skip
 
 

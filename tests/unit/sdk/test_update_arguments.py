@@ -78,7 +78,7 @@ WRONG_POLICIES = [
     [
         *(("policy", *one) for one in WRONG_POLICIES),
         ("target", "lora", "target", "send a map"),
-        ("target", {"kind": "lora", "op": "load"}, "target.lora.name", "add it"),
+        ("target", {"kind": "lora", "op": "load"}, "target.name", "add it"),
         ("transport", "nixl", "transport", "send a map"),
         ("transport", {"path": "/w"}, "transport.backend", "add it"),
     ],
