@@ -38,7 +38,7 @@ def of_engines(
 
 
 CHOICE = of_engines("test_a_request_allows_and_bars_tokens")
-PENALTIES = of_engines("test_penalties")
+PENALTIES = of_engines("test_penalties_choose_the_tokens_and_leave_the_logprobs_raw")
 MODES = of_engines(
     "test_modes_for_gpus_are_refused_on_a_cpu", "test_bad_options_are_refused_before_anything_starts"
 )
@@ -56,8 +56,12 @@ FEATURES = {
     "flush_cache": Feature(
         "`flush_cache`, `abort_requests`",
         (
-            *of_engines("test_flushing", "test_after_a_swap_a_prompt_is_computed_again", part="updates"),
-            "test_engine_generation::test_aborting_and_leaving",
+            *of_engines(
+                "test_a_flush_succeeds_only_while_no_request_runs",
+                "test_after_a_swap_a_prompt_is_computed_again",
+                part="updates",
+            ),
+            "test_engine_generation::test_an_abort_or_a_caller_that_leaves_ends_the_request",
             "test_hf_updates::test_abort_ends_some_or_all_with_their_tokens",
         ),
     ),
@@ -107,7 +111,8 @@ FEATURES = {
         "`vllm`: not with LoRA, unless `VLLM_USE_V2_MODEL_RUNNER=0`",
     ),
     "generate:top_logprobs": Feature(
-        "`top_logprobs` (or `logprobs` above 1) in a request", of_engines("test_the_likeliest_tokens")
+        "`top_logprobs` (or `logprobs` above 1) in a request",
+        of_engines("test_the_likeliest_tokens_are_those_of_a_plain_forward"),
     ),
     "generate:stop": Feature(
         "`stop` in a request", of_engines("test_stop_strings_cut_the_text_and_end_the_request")

@@ -26,7 +26,9 @@ async def label_of(http: httpx.AsyncClient) -> str:
 
 
 @pytest.mark.parametrize("base", ["", "/v1/rl"])
-async def test_the_orchestrators_day(plane: Plane, http: httpx.AsyncClient, base: str) -> None:
+async def test_an_orchestrators_calls_update_weights_and_adapters(
+    plane: Plane, http: httpx.AsyncClient, base: str
+) -> None:
     prime = PrimeRl(http, base)
     (model,) = [one["id"] for one in fine(await http.get("/v1/models"))["data"]]
     await prime.start(model)
@@ -69,7 +71,7 @@ async def _answers(http: httpx.AsyncClient, path: str, status: int = 200) -> boo
     return (await http.get(path)).status_code == status
 
 
-async def test_dynamos_legacy_body(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_update_weights_takes_dynamos_older_body_and_its_own(plane: Plane, http: httpx.AsyncClient) -> None:
     body = {"weight_dir": str(plane.model(1)), "weight_version": "step_1", "reset_prefix_cache": False}
     reply = fine(await http.post("/v1/rl/update_weights", json=body))
     assert (reply["status"], reply["weight_version"]) == ("ok", "step_1")

@@ -82,7 +82,7 @@ async def test_pause_and_what_goes_with_it(plane: Plane, caplog: pytest.LogCaptu
         assert await served(http) == [(True, "initial")] * len(ids)
 
 
-async def test_weights_from_disk(plane: Plane) -> None:
+async def test_updates_from_disk_get_their_label_and_step(plane: Plane) -> None:
     plane.spawn_copies(2)
     async with facade(plane) as http:
 

@@ -102,7 +102,7 @@ async def _commits_at_an_end(
     await proven(http, ids, 1, "paused")
 
 
-async def test_adapters(plane: Plane) -> None:
+async def test_adapters_load_from_shared_tensors_also_into_late_workers(plane: Plane) -> None:
     """SGLang's own `Engine.load_lora_adapter_from_tensors` sends such elements."""
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, 2)

@@ -76,7 +76,7 @@ def short_tmp() -> Iterator[Path]:
 
 
 @pytest.mark.timeout(RUN_S + 60)
-def test_the_demo(tmp_path: Path) -> None:
+def test_the_demo_learns_through_a_kill_and_a_join(tmp_path: Path) -> None:
     with demo(tmp_path) as process:
         printed, errors = process.communicate(timeout=RUN_S)
     assert process.returncode == 0, printed + errors

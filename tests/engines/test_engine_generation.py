@@ -282,7 +282,7 @@ async def test_a_prefix_is_shared_with_the_same_salt_alone(
 
 
 @pytest.mark.parametrize("penalties", [(1.5, 0.0, 1.0), (0.0, 1.5, 1.0), (0.0, 0.0, 1.7), (-0.2, 0.5, 1.3)])
-async def test_penalties(
+async def test_penalties_choose_the_tokens_and_leave_the_logprobs_raw(
     kind: Kind, engine: OffersMemory, models: Models, penalties: tuple[float, float, float]
 ) -> None:
     await update(engine, models.tiny[1], 7)
@@ -302,7 +302,7 @@ async def test_penalties(
     assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
 
 
-async def test_the_likeliest_tokens(engine: OffersMemory, models: Models) -> None:
+async def test_the_likeliest_tokens_are_those_of_a_plain_forward(engine: OffersMemory, models: Models) -> None:
     await update(engine, models.tiny[1], 9)
     prompt = prompt_of(3, 9)
     for count in (1, 5):
@@ -400,7 +400,7 @@ async def test_more_requests_than_the_engine_takes_at_once(engine: OffersMemory)
         assert (await one.end()).tokens == witnessed(1, token, 8)
 
 
-async def test_aborting_and_leaving(engine: OffersMemory) -> None:
+async def test_an_abort_or_a_caller_that_leaves_ends_the_request(engine: OffersMemory) -> None:
     runs = [Run(engine, ask([20], max_tokens=ENDLESS)) for _ in range(3)]
     for one in runs:
         await one.reach(3)

@@ -280,7 +280,7 @@ async def test_a_frozen_request_can_be_aborted(engine: OffersMemory) -> None:
     assert (await other.end()).tokens == witnessed(1, 20, 300)
 
 
-async def test_flushing(engine: OffersMemory) -> None:
+async def test_a_flush_succeeds_only_while_no_request_runs(engine: OffersMemory) -> None:
     assert await engine.flush_cache() is True
     one = Run(engine, ask([20], max_tokens=ENDLESS))
     await one.reach(5)
@@ -532,7 +532,7 @@ async def test_bad_checkpoints_change_nothing(
     assert (await run(engine, ask([9]))).tokens == witnessed(2, 9, 16)
 
 
-async def test_overwriting_in_place(engine: OffersMemory, models: Models) -> None:
+async def test_weights_are_overwritten_in_place_only_while_paused(engine: OffersMemory, models: Models) -> None:
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(10)
     with pytest.raises(EngineFailed, match="paused"):

@@ -629,7 +629,9 @@ async def test_base_weights_are_what_they_were(
     assert (await run(engine, ask([9], adapter="x"))).tokens == adapter_chain(1, 9, 16)
 
 
-async def test_overwriting_in_place(start: Start, witnesses: dict[int, Path], adapters: dict[int, Path]) -> None:
+async def test_overwriting_in_place_needs_a_pause_and_changes_no_adapter(
+    start: Start, witnesses: dict[int, Path], adapters: dict[int, Path]
+) -> None:
     engine, other = await start(witnesses[1]), await start(witnesses[2])
     await load(engine, "x", adapters[1])
     runs = [Run(engine, ask([20], adapter=name, max_tokens=200)) for name in (None, "x")]

@@ -400,7 +400,7 @@ async def test_a_request_allows_and_bars_tokens(start: Start, models: Models, pl
     assert results[2].tokens[1] == free[0] or free[0] not in results[2].tokens
 
 
-async def test_the_likeliest_tokens(start: Start, models: Models, plain: Any) -> None:
+async def test_the_likeliest_tokens_are_those_of_a_plain_forward(start: Start, models: Models, plain: Any) -> None:
     engine = await start(models.tiny)
     prompt = prompt_of(1, 9)
     sampled = {"temperature": 1.0, "seed": 3, "logprobs": True, "logit_bias": {"9": 50.0}}
@@ -419,7 +419,9 @@ async def test_the_likeliest_tokens(start: Start, models: Models, plain: Any) ->
 
 
 @pytest.mark.parametrize("penalties", PENALTIES)
-async def test_penalties(start: Start, models: Models, plain: Any, penalties: tuple[float, float, float]) -> None:
+async def test_penalties_choose_the_tokens_and_leave_the_logprobs_raw(
+    start: Start, models: Models, plain: Any, penalties: tuple[float, float, float]
+) -> None:
     engine = await start(models.tiny)
     prompt = prompt_of(1, 9)
     free = (await run(engine, ask(prompt, max_tokens=40))).tokens

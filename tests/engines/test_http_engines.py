@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-async def test_weights_by_url(plane: Plane) -> None:
+async def test_a_late_worker_fetches_the_weights_by_url(plane: Plane) -> None:
     first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16")
     url = plane.weight_server.url
     mixed, client = Mixed(plane, first, {}), await plane.client()

@@ -59,12 +59,14 @@ PARTS = 3
 
 
 @pytest.mark.parametrize("backend", each_transport.BACKENDS)
-async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
+async def test_each_transport_brings_weights_and_adapters(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str
+) -> None:
     await each_transport.bring(mixed, client, http, backend)
     await mixed.witnessed(client)
 
 
-async def test_weights_by_url(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+async def test_weights_and_adapters_come_by_url(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     await each_transport.bring_by_url(mixed, client, http)
     await mixed.witnessed(client)
 

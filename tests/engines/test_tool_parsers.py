@@ -101,7 +101,7 @@ async def _check_tools(engine: ToolCallParsing) -> None:
 
 
 @pytest.mark.engines("vllm")
-async def test_vllms_parsers(tmp_path: Path) -> None:
+async def test_vllms_parsers_survive_broken_texts_and_refuse_bad_input(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", 0)
     await _check_refused(_of_vllm(model, "openai"))  # a stub: vLLM reads these texts elsewhere
     await _check_refused(_of_vllm(model, "none such"))
@@ -133,7 +133,7 @@ async def test_vllms_parsers_read_the_vocabulary_once(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.engines("sglang")
-async def test_sglangs_parsers(tmp_path: Path) -> None:
+async def test_sglangs_parsers_survive_broken_texts_and_refuse_bad_input(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", 0)
     await _check_refused(_of_sglang(model, "response_template"))  # the tokenizer has no such template
     await _check_refused(_of_sglang(model, "none such"))

@@ -166,7 +166,9 @@ async def test_an_update_reaches_both_nodes_or_neither(
 
 
 @pytest.mark.parametrize("backend", each_transport.BACKENDS)
-async def test_each_transport(mixed: Nodes, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
+async def test_each_transport_brings_weights_and_adapters(
+    mixed: Nodes, client: RlClient, http: httpx.AsyncClient, backend: str
+) -> None:
     await each_transport.bring(mixed, client, http, backend)
 
 
@@ -260,7 +262,7 @@ async def test_the_second_node_fetches_from_the_first(
     assert sum(taken.values()) >= 2 * last["model_bytes"]
 
 
-async def test_weights_by_url(mixed: Nodes, client: RlClient, http: httpx.AsyncClient) -> None:
+async def test_weights_and_adapters_come_by_url(mixed: Nodes, client: RlClient, http: httpx.AsyncClient) -> None:
     await each_transport.bring_by_url(mixed, client, http)
 
 

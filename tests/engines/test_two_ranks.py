@@ -166,11 +166,13 @@ async def test_a_check_sees_what_changed_in_the_rank_that_has_it(mixed: Mixed, c
 
 
 @pytest.mark.parametrize("backend", each_transport.BACKENDS)
-async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
+async def test_each_transport_brings_weights_and_adapters(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str
+) -> None:
     await each_transport.bring(mixed, client, http, backend)
 
 
-async def test_weights_by_url(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+async def test_weights_and_adapters_come_by_url(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     await each_transport.bring_by_url(mixed, client, http)
 
 

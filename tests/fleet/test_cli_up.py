@@ -301,7 +301,9 @@ def test_a_process_that_can_not_start_ends_up_with_the_reason(
     assert lines[-1].startswith("rl-plane: error: worker-1 ")
 
 
-def test_nats_alone(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_the_command_nats_serves_until_it_or_its_server_ends(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
     nats = start("nats", "--port", "0", "--store", str(tmp_path / "store"))
     ready = nats.line(READY_S, ready="nats")
     assert ready["nats_url"].startswith("nats://127.0.0.1:")

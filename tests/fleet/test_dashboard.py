@@ -300,7 +300,7 @@ def test_a_thousand_workers_stay_fluid(browser: Any) -> None:
 
 
 @pytest.mark.skipif(SCREENSHOTS not in os.environ, reason=f"writes docs/images only with {SCREENSHOTS}=1")
-def test_the_screenshots(browser: Any, tmp_path: Path) -> None:
+def test_each_screenshot_of_the_docs_is_written_and_small(browser: Any, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, "--workers", "4", "--expect", "4")
     stop = threading.Event()
 

@@ -301,7 +301,7 @@ async def test_an_unexpected_error_is_a_500_without_its_insides(
 # ---- what it does ----
 
 
-async def test_an_empty_fleet(rl: httpx.AsyncClient) -> None:
+async def test_an_empty_fleet_fails_calls_that_need_workers(rl: httpx.AsyncClient) -> None:
     for method, path in [("GET", "state"), ("POST", "pause"), ("POST", "update_weights")]:
         body = {"transport": {"backend": "filesystem", "path": "/x"}} if path == "update_weights" else None
         response = await rl.request(method, path, params={"wait_s": 0}, json=body)
@@ -312,7 +312,7 @@ async def test_an_empty_fleet(rl: httpx.AsyncClient) -> None:
     assert (reply["status"], reply["workers"], reply["ready"]) == ("ok", [], False)
 
 
-async def test_reading_ops(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_reading_ops_answer_with_a_row_of_each_worker(plane: Plane, rl: httpx.AsyncClient) -> None:
     workers = plane.spawn_many(2)
     ids = sorted(worker.instance_id for worker in workers)
     for path in ("liveness", "ready", "state", "workers", "weight_version", "describe"):

@@ -186,7 +186,7 @@ async def test_a_stream_and_a_whole_reply_say_the_same(plane: Plane, http: httpx
         assert all(chunk["finish_reason"] is None for chunk in mine[:-1])
 
 
-async def test_a_chat(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_chat_gives_the_same_text_whole_and_streamed(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn()
     messages = [{"role": "user", "content": "hi"}]
     body = {"messages": messages, "max_completion_tokens": 2, "logprobs": True, "return_token_ids": True}
@@ -348,7 +348,7 @@ async def test_stop_tokens_end_it(plane: Plane, http: httpx.AsyncClient) -> None
     assert (choice["finish_reason"], choice["token_ids"][-1]) == ("stop", token)
 
 
-async def test_models(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_the_served_model_is_listed_and_others_are_refused(plane: Plane, http: httpx.AsyncClient) -> None:
     assert (await http.get("/v1/models")).json() == {"object": "list", "data": []}
     plane.spawn()
     client = await plane.client()

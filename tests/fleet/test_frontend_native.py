@@ -37,7 +37,9 @@ async def streamed(http: httpx.AsyncClient, path: str, **body: Any) -> list[Any]
     return events
 
 
-async def test_vllms_generate(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_vllms_generate_gives_the_same_tokens_whole_and_streamed(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     worker = plane.spawn()
     version = await update(plane, 1)
     digest = version["digest"]
@@ -74,7 +76,9 @@ async def test_vllms_generate(plane: Plane, http: httpx.AsyncClient) -> None:
     assert stop["choices"][0]["logprobs"] is None
 
 
-async def test_sglangs_generate(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_sglangs_generate_gives_the_same_tokens_whole_and_streamed(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     worker = plane.spawn()
     digest = (await update(plane, 1))["digest"]
     tokens, made = tokens_under(digest, 0, 4), [fake_logprob(digest, PROMPT, place) for place in range(4)]
@@ -109,7 +113,9 @@ async def test_sglangs_generate(plane: Plane, http: httpx.AsyncClient) -> None:
     )
 
 
-async def test_stop_strings(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_stop_string_ends_the_tokens_and_is_named_as_the_reason(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     plane.spawn()
     tokens = tokens_under((await update(plane, 1))["digest"], 0, 4)
     stop = f"{tokens[2]}"[:1]

@@ -134,7 +134,9 @@ async def test_a_worker_that_sends_no_right_rows_is_an_error(
     assert (await ask(http))["choices"]
 
 
-async def test_an_echoed_prompt(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_an_echoed_prompt_comes_before_the_text_with_its_logprobs(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     plane.spawn()
     digest = (await update(plane, 1))["digest"]
     made = tokens_under(digest, 0, 2)

@@ -39,7 +39,7 @@ def by_url(transport: dict[str, Any], version: str, **policy: Any) -> dict[str, 
     return {"transport": {"backend": "http", **transport}, "version": version, "policy": policy}
 
 
-async def test_versions_by_url(plane: Plane, server: RangeServer) -> None:
+async def test_versions_by_url_reach_late_workers_and_show_no_secret(plane: Plane, server: RangeServer) -> None:
     """A checkpoint at one URL, another by a URL for each file, and a roll-back. A worker that joins fetches by the same
     URL, and no reply shows a secret."""
     models = [plane.model(seed) for seed in range(3)]
@@ -159,7 +159,7 @@ async def test_a_signed_url_that_has_ended(plane: Plane, server: RangeServer) ->
     assert (await client.run("state"))["ready"]
 
 
-async def test_a_wrong_digest(plane: Plane, server: RangeServer) -> None:
+async def test_an_update_with_a_wrong_digest_fails(plane: Plane, server: RangeServer) -> None:
     client = await plane.client()
     plane.model(1)
     await asyncio.to_thread(plane.spawn, weight_urls=[server.url])

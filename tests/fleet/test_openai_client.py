@@ -31,7 +31,7 @@ async def client_of(plane: Plane, **options: Any) -> AsyncIterator[openai.AsyncO
         yield client
 
 
-async def test_with_fake_workers(plane: Plane) -> None:
+async def test_openais_client_works_with_fake_workers(plane: Plane) -> None:
     plane.spawn_many(2)
     digest = (await update(plane, 1))["digest"]
     async with client_of(plane, admission_wait_s=10.0) as client:
@@ -44,7 +44,7 @@ async def test_with_fake_workers(plane: Plane) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parallel
-async def test_with_an_hf_worker(plane: Plane) -> None:
+async def test_openais_client_works_with_an_hf_worker(plane: Plane) -> None:
     from transformers import AutoTokenizer
 
     from worker.testing.tiny_model import make_witness_model, witness_next_token
@@ -62,7 +62,7 @@ async def test_with_an_hf_worker(plane: Plane) -> None:
         await stops_and_batches(client, "witness", {})
 
 
-async def test_keys(plane: Plane) -> None:
+async def test_a_client_with_another_key_is_refused(plane: Plane) -> None:
     plane.spawn()
     async with client_of(plane, api_key="secret") as client:
         assert [one.id async for one in client.models.list()] == ["seed0"]

@@ -119,7 +119,7 @@ def test_a_call_that_only_stages_skipped_is_no_success() -> None:
                 check_engines(call_of(op), stages)
 
 
-def test_rows_of_engines() -> None:
+def test_engine_replies_leave_out_skipped_stages() -> None:
     ok, failed = {"instance_id": ENGINE, "status": "ok"}, {"instance_id": OTHER, "status": "error"}
     skipped = skipped_reply(member(STAGE_ID, 1, "vision")).to_wire()
     assert skipped == {"instance_id": STAGE_ID, "incarnation": "i0", "status": "skipped", "reason": "vision"}

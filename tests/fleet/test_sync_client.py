@@ -69,7 +69,7 @@ def fleet(nats_url: str) -> Iterator[SyncRlClient]:
         yield fleet
 
 
-def test_a_trainers_loop(fleet: SyncRlClient, root: Path) -> None:
+def test_a_trainers_loop_pauses_updates_and_resumes_the_fleet(fleet: SyncRlClient, root: Path) -> None:
     snapshot = fleet.wait_for(WORKERS)
     assert len(snapshot) == WORKERS
     assert fleet.list_workers().epoch == snapshot.epoch
@@ -86,7 +86,7 @@ def test_a_trainers_loop(fleet: SyncRlClient, root: Path) -> None:
     assert [row["engine"] for row in fleet.workers()["workers"]] == ["fake"] * WORKERS
 
 
-def test_the_typed_ops(fleet: SyncRlClient, root: Path) -> None:
+def test_the_typed_ops_reach_the_fleet_and_give_its_answers(fleet: SyncRlClient, root: Path) -> None:
     first = fleet.wait_for(WORKERS).members[0].instance_id
     began = fleet.new_run(request_id="typed")
     assert fleet.new_run(request_id="typed")["version"] == began["version"], "a repeated call has the first answer"
@@ -122,7 +122,7 @@ def test_an_update_in_two_calls(fleet: SyncRlClient, root: Path) -> None:
     assert fleet.state()["applied_weight_version"] == "two"
 
 
-def test_single_ops(fleet: SyncRlClient) -> None:
+def test_call_asks_one_worker_and_call_all_asks_each(fleet: SyncRlClient) -> None:
     first = fleet.wait_for(WORKERS).members[0].instance_id
     assert fleet.call(first, "liveness").body["alive"] is True
     assert fleet.call(first, "flush_cache", timeout_s=5.0).status == "ok"
@@ -155,7 +155,7 @@ def test_a_call_is_cut_off_at_its_bound(fleet: SyncRlClient) -> None:
     assert fleet.state()["status"] == "ok"
 
 
-def test_from_many_threads(fleet: SyncRlClient) -> None:
+def test_one_client_answers_many_threads(fleet: SyncRlClient) -> None:
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda _: fleet.state(), range(64)))
     assert {len(reply["workers"]) for reply in replies} == {WORKERS}

@@ -186,7 +186,9 @@ async def test_options_of_the_transports_own(plane: Plane, capsys: pytest.Captur
         (["MODEL", "--option", "host"], "key=value"),
     ],
 )
-def test_wrong_usage(more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_ends_with_an_error_that_says_why(
+    more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = make_fake_model(tmp_path / "m", 1)
     places = {"MODEL": model, "ADAPTER": make_fake_adapter(tmp_path / "a", 1, model)}
     assert main.run(["publish", *(str(places.get(one, one)) for one in more)]) == 2
@@ -235,7 +237,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
         ({"override_existing_update_group": "enable"}, {"transport": "nccl"}),
     ],
 )
-def test_skyrl_settings(given: dict[str, Any], expected: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_skyrl_settings_become_options_of_the_publisher(
+    given: dict[str, Any], expected: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("WARNING", "rl_plane.publish")
     assert publisher_options(**given) == expected
     assert not warnings_of(caplog)

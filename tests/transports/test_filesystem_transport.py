@@ -87,7 +87,7 @@ def test_the_safetensors_package_reads_what_we_write_and_the_other_way_round(
     assert read(transport.open(request(root / "b.safetensors"), "base")) == {"z": A}
 
 
-def test_shards(transport: FilesystemTransport, root: Path) -> None:
+def test_shards_are_read_as_one_set_of_tensors(transport: FilesystemTransport, root: Path) -> None:
     directory = sharded(root / "c", one={"a": A, "s": SCALAR}, two={"b": B})
     assert read(transport.open(request(directory), "base")) == {"a": A, "s": SCALAR, "b": B}
 
@@ -145,7 +145,7 @@ def test_unknown_fields_are_refused(transport: FilesystemTransport, root: Path) 
     assert caught.value.facts["field"] == "transport.subdir"
 
 
-def test_outside_the_roots(transport: FilesystemTransport, root: Path, tmp_path: Path) -> None:
+def test_a_path_outside_the_roots_is_refused(transport: FilesystemTransport, root: Path, tmp_path: Path) -> None:
     outside = single(tmp_path / "rootless")  # shares its first letters with the root
     (root / "link").symlink_to(outside)
     for path in (
@@ -227,7 +227,7 @@ def test_a_symlink_that_changes_after_it_was_looked_at(
     assert "outside" in refusal(transport, directory).message
 
 
-def test_absent_and_dangling(transport: FilesystemTransport, root: Path) -> None:
+def test_absent_files_and_dangling_links_are_refused(transport: FilesystemTransport, root: Path) -> None:
     (root / "dangling").symlink_to(root / "nothing")
     (root / "loop").symlink_to(root / "loop")
     single(root / "c")
@@ -355,7 +355,9 @@ def test_a_directory_without_weights(transport: FilesystemTransport, root: Path)
         ({"b": "two.safetensors", "z": "one.safetensors"}, "'one.safetensors' holds 'a', not in"),
     ],
 )
-def test_index_tricks(transport: FilesystemTransport, root: Path, weight_map: Any, message: str) -> None:
+def test_a_wrong_or_hostile_index_is_refused(
+    transport: FilesystemTransport, root: Path, weight_map: Any, message: str
+) -> None:
     directory = sharded(root / "c", weight_map, one={"a": A}, two={"b": B})
     error = refusal(transport, directory, InvalidWeights)
     assert message in error.message
@@ -460,7 +462,9 @@ BAD_HEADERS: list[tuple[str, Any, bytes, str]] = [
 @pytest.mark.parametrize(
     ("header", "data", "message"), [case[1:] for case in BAD_HEADERS], ids=[c[0] for c in BAD_HEADERS]
 )
-def test_bad_headers(transport: FilesystemTransport, root: Path, header: Any, data: bytes, message: str) -> None:
+def test_a_bad_header_is_refused_and_its_file_named(
+    transport: FilesystemTransport, root: Path, header: Any, data: bytes, message: str
+) -> None:
     error = refusal(transport, raw_file(root / "bad.safetensors", header, data), InvalidWeights)
     assert message in error.message
     assert "bad.safetensors" in error.message
@@ -480,7 +484,9 @@ def test_bad_headers(transport: FilesystemTransport, root: Path, header: Any, da
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "more than"),
     ],
 )
-def test_bad_lengths(transport: FilesystemTransport, root: Path, content: bytes, message: str) -> None:
+def test_a_bad_length_of_a_file_or_its_header_is_refused(
+    transport: FilesystemTransport, root: Path, content: bytes, message: str
+) -> None:
     path = root / "bad.safetensors"
     path.write_bytes(content)
     assert message in refusal(transport, path, InvalidWeights).message
@@ -619,7 +625,7 @@ def test_closing_waits_for_a_read_to_leave_the_descriptor(
 
 
 @pytest.mark.parametrize(("algorithm", "hashed"), [("xxh3", xxh3_128), ("blake3", blake3)])
-def test_write_manifest(
+def test_a_written_manifest_has_the_digests_of_the_tensors(
     transport: FilesystemTransport, root: Path, algorithm: DigestAlgorithm, hashed: Callable[[bytes], Any]
 ) -> None:
     directory = sharded(root / "c", one={"a": A, "e": EMPTY}, two={"b": B})

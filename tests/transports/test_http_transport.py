@@ -121,7 +121,7 @@ def test_the_files_beside_the_weights(server: RangeServer, served: Path) -> None
     refused(lambda: fetch(server, "one", "lora"), InvalidWeights, "adapter_config.json")
 
 
-def test_signed_urls(server: RangeServer, served: Path, plan: Behaviour) -> None:
+def test_weights_are_fetched_by_signed_urls(server: RangeServer, served: Path, plan: Behaviour) -> None:
     """A URL for each file, or one query for all; the files may be at different places."""
     plan.key = SECRET
     sharded(served / "many", x={"a": A}, y={"b": B})
@@ -160,7 +160,9 @@ def test_a_redirect_is_asked_for_once_and_again_when_its_place_is_gone(
         assert len(plan.asked) == 2
 
 
-def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_by_tls_needs_a_trusted_certificate_and_stays_tls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -269,7 +271,7 @@ def test_a_range_of_another_place(server: RangeServer, served: Path, plan: Behav
     refused(lambda: read(delivery), InvalidWeights, "another range")
 
 
-def test_damaged_files(server: RangeServer, served: Path) -> None:
+def test_damaged_files_are_refused_with_the_reason(server: RangeServer, served: Path) -> None:
     (served / "model.safetensors").write_bytes(b"")
     refused(lambda: fetch(server, ""), InvalidWeights, "truncated")
     (served / "model.safetensors").write_bytes((1 << 40).to_bytes(8, "little"))
@@ -328,7 +330,7 @@ def test_a_name_that_leads_to_this_machine(server: RangeServer, monkeypatch: pyt
     assert server.behaviour.asked == []
 
 
-def test_no_server(server: RangeServer) -> None:
+def test_a_closed_server_is_reported_as_unavailable(server: RangeServer) -> None:
     url = server.url
     server.close()
     act = lambda: transport_for(url, stall_s=0.5).open({"backend": "http", "url": url}, "base")  # noqa: E731

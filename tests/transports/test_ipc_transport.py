@@ -620,7 +620,9 @@ LOAD = {"target": {"kind": "lora", "op": "load", "name": "a"}}
 
 
 @pytest.mark.timeout(400)
-async def test_hf(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+async def test_hf_workers_serve_each_update_and_survive_a_killed_trainer(
+    plane: Plane, trainer_of: Callable[..., Trainer]
+) -> None:
     from tests.support.hf_fleet import Witnesses, chain
 
     client, witnesses = await plane.client(), Witnesses(plane)

@@ -24,7 +24,9 @@ BUCKET_BYTES = 1 << 16
 """Several for a tiny model."""
 
 
-async def test_base_and_adapter(plane: Plane, publisher: MakePublisher) -> None:
+async def test_new_workers_fetch_base_and_adapter_after_the_trainers_end(
+    plane: Plane, publisher: MakePublisher
+) -> None:
     witnesses, client = Witnesses(plane), await plane.client()
     ids = await asyncio.to_thread(witnesses.spawn, 1)
     trainer = publisher(plane, bucket_bytes=BUCKET_BYTES)

@@ -150,7 +150,9 @@ def test_workers_that_left_are_listed(facade: Facade, capsys: pytest.CaptureFixt
     assert [line.split()[7] for line in table[1:3]] == ["yes", "no"]
 
 
-def test_abort_and_complete(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+def test_abort_and_complete_name_the_update_and_print_the_outcome(
+    facade: Facade, capsys: pytest.CaptureFixture[str]
+) -> None:
     facade.answers({**HEAD, "update_id": "u1", "workers": []})
     assert main.run(["abort", "u1"]) == 0
     assert capsys.readouterr().out == "aborted the update u1 in 0.250 s\n"
@@ -166,7 +168,7 @@ def test_abort_and_complete(facade: Facade, capsys: pytest.CaptureFixture[str]) 
     assert "committed version 3 (step_3)" in capsys.readouterr().out
 
 
-def test_selection_and_key(facade: Facade, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_send_the_selection_and_the_admin_key(facade: Facade, monkeypatch: pytest.MonkeyPatch) -> None:
     facade.answers({**HEAD, "workers": [state_row(ID_A)]})
     monkeypatch.setenv("RL_PLANE_ADMIN_KEY", "key-1")
     monkeypatch.setenv("RL_PLANE_WORKERS", "4")  # of `up`: no selection
@@ -180,7 +182,7 @@ def test_selection_and_key(facade: Facade, monkeypatch: pytest.MonkeyPatch) -> N
     assert facade.asked[1]["query"] == {}
 
 
-def test_pause_and_resume(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pause_sends_its_options_and_resume_sends_none(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
     facade.answers({**HEAD, "workers": [state_row(ID_A), state_row(ID_B)]})
     assert main.run(["pause", "--mode", "abort", "--clear-cache", "--lease-s", "60"]) == 0
     assert facade.asked[0]["method"] == "POST"
@@ -193,7 +195,9 @@ def test_pause_and_resume(facade: Facade, capsys: pytest.CaptureFixture[str]) ->
     assert facade.asked[2]["body"] == {"mode": "retract", "lease_s": 60.0}, "the cache is as the mode says"
 
 
-def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+def test_update_sends_its_options_and_prints_the_outcome(
+    facade: Facade, capsys: pytest.CaptureFixture[str]
+) -> None:
     reply = {
         **HEAD,
         "version": VERSION,
@@ -327,7 +331,9 @@ def test_a_process_with_another_roles_key_ends_with_one_line(
     assert f"fix: name a key of the role {argv[0]}" in line
 
 
-def test_weights_by_url(facade: Facade, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_update_takes_a_url_but_signatures_only_from_a_file(
+    facade: Facade, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Signatures and headers come from a file, because a command line is seen by all."""
     facade.answers(COMMITTED)
     signed = {"urls": {"model.safetensors": "https://a.example/x?sig=1"}, "headers": {"A": "b"}}
@@ -456,7 +462,9 @@ def test_an_update_that_is_not_sent(
     assert facade.asked == []
 
 
-def test_new_run(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_run_sends_its_component_and_prints_the_version(
+    facade: Facade, capsys: pytest.CaptureFixture[str]
+) -> None:
     version = {**VERSION, "sequence": 0, "label": "initial"}
     rows = [{"instance_id": ID_A, "incarnation": "i", "status": "ok"}]
     facade.answers({**COMMITTED, "version": version, "workers": rows})
@@ -468,7 +476,7 @@ def test_new_run(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("began a new run with version 0 (initial) blake3:abababababab on 1 worker\n")
 
 
-def test_check(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_that_checksums_differ(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"instance_id": name, "status": "ok", "ranks": [{"rank": 0, "checksum": checksum}]}
         for name, checksum in ((ID_A, "11"), (ID_B, "22"))

@@ -112,7 +112,7 @@ def test_updates_of_none_and_of_several_components(facade: Facade, capsys: pytes
         (["--sequence=0"], {"sequence": 0}),
     ],
 )
-def test_rollback(
+def test_rollback_names_a_version_by_label_or_sequence(
     facade: Facade, capsys: pytest.CaptureFixture[str], argv: list[str], rollback: dict[str, Any]
 ) -> None:
     rows = [{"instance_id": ID_A, "incarnation": "i", "status": "ok"}]

@@ -56,7 +56,7 @@ def test_a_listener_can_be_off() -> None:
     assert one("http_port", "0") == 0
 
 
-def test_lists(tmp_path: Path) -> None:
+def test_lists_are_read_from_variables_and_repeated_flags(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     a.mkdir()
     b.mkdir()

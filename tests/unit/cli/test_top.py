@@ -212,7 +212,7 @@ def test_the_seconds_that_an_update_needs_are_those_of_the_slowest_worker() -> N
     assert seconds_left(state(row(ID_A), update={**UPDATE, "bytes_per_s": 0.0})) is None
 
 
-def test_lag_and_order() -> None:
+def test_a_workers_lag_is_counted_and_puts_it_first() -> None:
     found = state(row("b" * 16), row("a" * 16, sequence=None), row("c" * 16, sequence=1))
     assert [version_lag(found, one) for one in found["workers"]] == [0, None, 2]
     assert [one["instance_id"][0] for one in in_order(found)] == ["c", "a", "b"]

@@ -71,7 +71,7 @@ from tests.support.update_machine import (
 # ---- a whole update ----
 
 
-def test_a_whole_update() -> None:
+def test_a_whole_update_prepares_decides_and_commits_in_order() -> None:
     driver = Driver(update())
     outcome = driver.outcome()
     assert driver.phases == WHOLE

@@ -46,7 +46,7 @@ def a_story() -> Story:
     return story
 
 
-def test_a_good_run() -> None:
+def test_the_report_of_a_good_run_is_ok_and_has_its_numbers() -> None:
     report = make_report(a_story())
     assert report["ok"] is True
     assert report["failures"] == []
@@ -169,7 +169,7 @@ def test_the_error_that_ended_the_run_early_is_the_reason() -> None:
     assert (report["ok"], report["failures"]) == (False, ["worker b ended with -9"])
 
 
-def test_the_files(tmp_path: Path) -> None:
+def test_the_report_and_its_picture_are_written(tmp_path: Path) -> None:
     report = make_report(a_story())
     write_report(report, tmp_path / "report.json")
     write_picture(report, tmp_path / "reward.png")

@@ -160,7 +160,7 @@ def test_the_hf_engines_refusals(written: Callable[[str], Path]) -> None:
 
 @pytest.mark.engines("vllm")
 @THEIRS
-def test_vllms_arguments(written: Callable[[str], Path]) -> None:
+def test_vllms_arguments_are_parsed_and_wrong_ones_refused(written: Callable[[str], Path]) -> None:
     from worker.engines.vllm.args import parse_arguments
 
     file = written(
@@ -200,7 +200,7 @@ def test_vllms_arguments(written: Callable[[str], Path]) -> None:
 
 @pytest.mark.engines("sglang")
 @THEIRS
-def test_sglangs_arguments(written: Callable[[str], Path]) -> None:
+def test_sglangs_arguments_are_parsed_and_wrong_ones_refused(written: Callable[[str], Path]) -> None:
     from worker.engines.sglang.args import WITH_LORA, check_cpu, parse_arguments
 
     file = written(

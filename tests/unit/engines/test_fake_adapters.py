@@ -63,7 +63,7 @@ async def load_adapter(engine: FakeEngine, name: str, directory: Path, sequence:
     await engine.resume()
 
 
-def test_make_fake_adapter(base: Path, loras: list[Path], tmp_path: Path) -> None:
+def test_a_fake_adapter_depends_on_its_seed_and_its_rank(base: Path, loras: list[Path], tmp_path: Path) -> None:
     again = make_fake_adapter(tmp_path / "again", 1, base)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (again / name).read_bytes() == (loras[1] / name).read_bytes()

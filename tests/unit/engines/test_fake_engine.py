@@ -110,7 +110,7 @@ async def test_closing_ends_what_runs(base: Path) -> None:
         ("fail_stage", "maybe"),
     ],
 )
-def test_bad_engine_arguments(base: Path, key: str, value: str) -> None:
+def test_a_bad_engine_argument_is_named_with_a_fix(base: Path, key: str, value: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         build(EngineOptions(base, extra={key: value}))
     assert caught.value.facts["field"] == f"engine_arg.{key}"
@@ -147,7 +147,7 @@ async def test_a_configured_dtype_asks_for_a_cast(base: Path, new: Path) -> None
     assert reply == {"digest": model_digest(new), "tensors": 4, "bytes": 4096, "refetchable": True}
 
 
-def test_make_fake_model(tmp_path: Path) -> None:
+def test_a_fake_model_depends_on_its_seed_and_checks_its_size(tmp_path: Path) -> None:
     one = make_fake_model(tmp_path / "1", 7, tensors=2, nbytes=8)
     assert sorted(path.name for path in one.iterdir()) == ["config.json", "model.safetensors"]
     assert model_digest(one) == model_digest(make_fake_model(tmp_path / "2", 7, tensors=2, nbytes=8))
@@ -263,7 +263,9 @@ async def test_prompts_as_text_and_messages(base: Path) -> None:
         ),
     ],
 )
-async def test_bad_requests(base: Path, fields: dict[str, Any], field: str) -> None:
+async def test_a_bad_request_names_its_field_and_leaves_no_load(
+    base: Path, fields: dict[str, Any], field: str
+) -> None:
     engine = await started(base)
     with pytest.raises(InvalidRequest) as caught:
         await drain(engine.generate(GenerateRequest(id="r", **fields)))

@@ -160,7 +160,7 @@ async def test_cancelling_a_wait_leaves_things_as_they_were(base: Path) -> None:
         await drain(stream)
 
 
-async def test_an_unknown_mode(base: Path) -> None:
+async def test_a_pause_with_an_unknown_mode_is_refused_and_pauses_nothing(base: Path) -> None:
     engine = await started(base)
     with pytest.raises(InvalidRequest) as caught:
         await engine.pause(cast(Any, "stop"), False)
@@ -306,7 +306,7 @@ async def test_a_swap_cancelled_in_its_delay_changed_nothing(base: Path, new: Pa
     assert delta.spans[0].sequence == 0
 
 
-async def test_stage_faults(base: Path, new: Path) -> None:
+async def test_staging_fails_on_demand_and_ends_if_cancelled(base: Path, new: Path) -> None:
     engine = await started(base, fail_stage="true")
     with pytest.raises(EngineFailed, match="fail_stage"):
         stage(engine, new)
@@ -317,7 +317,7 @@ async def test_stage_faults(base: Path, new: Path) -> None:
         stage(slow, new, lambda: True)
 
 
-async def test_a_hung_engine(base: Path) -> None:
+async def test_an_engine_with_hung_liveness_still_generates(base: Path) -> None:
     engine = await started(base, hang_liveness="true")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
@@ -326,7 +326,7 @@ async def test_a_hung_engine(base: Path) -> None:
 
 
 @pytest.mark.parametrize("hold_bytes", ["true", "false"])
-async def test_check_weights(base: Path, new: Path, hold_bytes: str) -> None:
+async def test_check_weights_sees_noise_and_the_restored_weights(base: Path, new: Path, hold_bytes: str) -> None:
     engine, twin = await started(base, hold_bytes=hold_bytes), await started(base)
 
     async def checksum(of: FakeEngine) -> str:
@@ -366,7 +366,7 @@ async def test_the_checksum_sees_every_byte(base: Path) -> None:
     assert before != after
 
 
-async def test_memory_flags(base: Path, new: Path) -> None:
+async def test_released_memory_stops_work_until_it_is_resumed(base: Path, new: Path) -> None:
     engine = await started(base)
     stream = engine.generate(ask(max_tokens=50))
     await anext(stream)

@@ -96,7 +96,7 @@ def test_witness_permutations_are_apart() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_makes_the_same_adapter_as_the_function(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", seed=1)
     command = [
         sys.executable,

@@ -87,7 +87,7 @@ def test_vllms_handles_of_each_tensor() -> None:
     assert (first.counter, first.counter_offset, first.offset) == ("/torch_7_11_1", 3, 512)
 
 
-def test_vllms_packed_buffer() -> None:
+def test_vllms_packed_buffer_is_one_memory_for_all_calls() -> None:
     handles = {gpu: arguments((64,), torch.uint8) for gpu in GPUS}
     (part,) = read(info(handles, tensor_sizes=[12, 16]))
     assert [one and (one.memory, one.start) for one in part.places or ()] == [(0, 0), (0, 12)]
@@ -95,7 +95,7 @@ def test_vllms_packed_buffer() -> None:
     assert memory.held, "the trainer shares it once for all calls"
 
 
-def test_skyrls_packed_buffer() -> None:
+def test_skyrls_packed_buffer_is_one_memory_for_one_call() -> None:
     handles = {gpu: (rebuild_cuda_tensor, arguments((10,), torch.float32)) for gpu in GPUS}
     (part,) = read(info(handles, dtype_names=["float32"] * 2, sizes=[6, 4]))
     assert [one and (one.memory, one.start) for one in part.places or ()] == [(0, 0), (0, 24)]

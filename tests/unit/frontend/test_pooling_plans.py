@@ -63,7 +63,7 @@ def test_a_message_of_a_reply_is_taken_with_its_null_fields() -> None:
         assert messages == [{"role": "assistant", "content": "x"}]
 
 
-def test_pairs() -> None:
+def test_pairs_are_scored_together_or_embedded_apart() -> None:
     one = {"text_1": "q", "text_2": ["a", "b"]}
     assert asked(plan_score(one, "id", REWARD)) == [(("q", text), "classify", True) for text in "ab"]
     assert [text for text, _, _ in asked(plan_score(one, "id", EMBEDDER))] == ["q", "a", "b"]
@@ -111,7 +111,7 @@ def test_a_wrong_body_is_refused_by_its_field(body: dict[str, Any], field: str) 
         ({"text_1": "a", "text_2": "b" * (MAX_PAIR_CHARS + 1)}, "text_2"),
     ],
 )
-def test_wrong_pairs(body: dict[str, Any], field: str) -> None:
+def test_a_wrong_pair_of_texts_names_its_field(body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         plan_score(body, "id", REWARD)
     assert raised.value.facts["field"] == field

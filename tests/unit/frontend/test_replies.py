@@ -40,7 +40,7 @@ def _choice() -> Choice:
     return choice
 
 
-def test_a_whole_completion() -> None:
+def test_a_whole_completion_has_its_tokens_logprobs_and_versions() -> None:
     reply = whole(completion(logprobs=0, return_token_ids=True), [_choice()], "m", 5)
     (choice,) = reply["choices"]
     assert choice["text"] == "xyz"

@@ -81,7 +81,7 @@ def test_gaps_and_offsets_are_described() -> None:
     assert third.strides is None
 
 
-def test_a_flattened_bucket() -> None:
+def test_a_flattened_bucket_becomes_places_in_one_memory() -> None:
     data = bucket(
         [("a", "bfloat16", (2, 3), 0, 12), ("b", "float32", (2,), 12, 20), ("c", "int8", (0,), 20, 20)], 20
     )
@@ -101,7 +101,7 @@ def test_a_tensor_of_each_rank() -> None:
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_a_cuda_tensor(patched: bool) -> None:
+def test_a_cuda_tensor_becomes_a_copy_for_each_gpu(patched: bool) -> None:
     data = listed([("a", cuda_tensor((2, 2), "float16", "GPU-0a1b-22", patched=patched))])
     found = read_shared([data, listed([("a", cuda_tensor((2, 2), "float16", "GPU-0a1b-23", counted=5))])], None)
     ((_, tensor),) = found.tensors
@@ -216,7 +216,7 @@ def test_a_pickle_that_is_refused(data: bytes, load_format: str | None, words: s
     assert words in refusal(data, load_format).message
 
 
-def test_too_many_tensors() -> None:
+def test_too_many_tensors_or_nested_pickles_are_refused() -> None:
     many = [(f"t{number}", GOOD) for number in range(MAX_TENSORS + 1)]
     assert len(read_shared([listed(many[1:])], None).tensors) == MAX_TENSORS
     assert f"more than {MAX_TENSORS} tensors" in refusal(listed(many)).message
@@ -304,7 +304,7 @@ def _doubled(layer: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("layer", [b"h#h#\x86\x94", b"]h#ah#a\x94"])
-def test_a_memo_bomb(layer: bytes) -> None:
+def test_a_memo_bomb_is_refused(layer: bytes) -> None:
     refusal(_doubled(layer))
     refusal(listed([("a", _doubled(layer)[2:-1])]))
     key = b"\x80\x04}" + _doubled(layer)[2:-1] + b"K\x01s."

@@ -76,18 +76,22 @@ def check(plan: Plan, form: tuple[str, str], field: str) -> None:
 
 
 @pytest.mark.parametrize(("body", "form", "field"), OF_OPENAI, ids=[field for *_, field in OF_OPENAI])
-def test_openais_names(body: dict[str, Any], form: tuple[str, str], field: str) -> None:
+def test_openais_fields_become_the_form_of_the_request(
+    body: dict[str, Any], form: tuple[str, str], field: str
+) -> None:
     for route in (completion, chat):
         check(route(**body), form, field)
 
 
 @pytest.mark.parametrize(("given", "form", "field"), OF_VLLM, ids=[field for *_, field in OF_VLLM])
-def test_vllms_names(given: dict[str, Any], form: tuple[str, str], field: str) -> None:
+def test_vllms_fields_become_the_form_of_the_request(
+    given: dict[str, Any], form: tuple[str, str], field: str
+) -> None:
     check(vllm(structured_outputs=given), form, f"sampling_params.structured_outputs.{field}")
     check(completion(structured_outputs=given), form, f"structured_outputs.{field}")
 
 
-def test_sglangs_names() -> None:
+def test_sglangs_fields_become_the_form_of_the_request() -> None:
     texts = {"json_schema": WRITTEN, "regex": "a", "ebnf": "root ::= [a]", "structural_tag": json.dumps(TAG)}
     for name, text in texts.items():
         kind = {"ebnf": "grammar"}.get(name, name)

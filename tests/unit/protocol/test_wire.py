@@ -349,7 +349,7 @@ def test_the_fleets_ops_are_those_of_the_design() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "A-b_9", "x" * 64])
-def test_good_names(name: str) -> None:
+def test_good_names_become_parts_of_the_subjects(name: str) -> None:
     subjects = Subjects(name, name)
     assert subjects.rl == f"{name}.{name}.rl"
     assert subjects.rl_direct("0" * 16) == f"{name}.{name}.rl.{'0' * 16}"
@@ -360,7 +360,7 @@ def test_good_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a b", "*", ">", "x" * 65, "ü", "a\n", "a/b", "$KV"])
-def test_bad_names(name: str) -> None:
+def test_bad_names_are_refused_with_their_field(name: str) -> None:
     for names in ((name, "c"), ("n", name)):
         with pytest.raises(InvalidRequest) as caught:
             Subjects(*names)
@@ -368,7 +368,7 @@ def test_bad_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "0" * 15, "0" * 17, "A" * 16, "0" * 15 + "g", "0" * 16 + "\n"])
-def test_bad_instance_ids(value: str) -> None:
+def test_bad_instance_ids_are_refused_with_their_field(value: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_instance_id("workers", value)
     assert caught.value.facts["field"] == "workers"
@@ -394,7 +394,7 @@ def test_the_digest_is_that_of_the_sorted_lines() -> None:
     ("spec", "nbytes"),
     [(TensorSpec("F32", (2, 3)), 24), (TensorSpec("BF16", ()), 2), (TensorSpec("I64", (0, 5)), 0)],
 )
-def test_a_tensors_size(spec: TensorSpec, nbytes: int) -> None:
+def test_a_tensors_size_follows_from_its_dtype_and_shape(spec: TensorSpec, nbytes: int) -> None:
     assert spec.nbytes == nbytes
 
 
@@ -408,7 +408,7 @@ def test_a_request_for_each_is_the_same_request_with_its_incarnation(body: dict[
 @pytest.mark.parametrize(
     "subject", ["", "_INBOX", "_INBOX.x.1", f"_INBOX.{'U' * 55}.1", f"x.{'U' * 56}", f"_INBOX.{'U' * 57}"]
 )
-def test_no_keys_inbox(subject: str) -> None:
+def test_a_subject_that_is_no_keys_inbox_gives_no_key(subject: str) -> None:
     assert key_of_inbox(subject) == ""
 
 

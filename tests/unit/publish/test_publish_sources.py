@@ -336,7 +336,7 @@ def test_an_adapter_is_what_peft_saves(tmp_path: Path) -> None:
         AdapterSource(fresh())
 
 
-def test_directories(tmp_path: Path) -> None:
+def test_a_directory_source_has_the_digest_of_its_files(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", 2)
     adapter = make_tiny_adapter(model, tmp_path / "adapter", 1)
     assert digest_of(DirectorySource(adapter).take()) == adapter_digest(adapter)

@@ -69,7 +69,7 @@ def test_other_urls_are_refused(url: str) -> None:
     "prefix",
     ["a.example", "https://", "https://u:p@a.example", "https://a.example/?x=1", "https://a.example/../x"],
 )
-def test_wrong_prefixes(prefix: str) -> None:
+def test_a_wrong_prefix_of_urls_is_refused(prefix: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Allowed.of([prefix])
     assert caught.value.facts["field"] == "weight_url"
@@ -94,7 +94,7 @@ def test_wrong_prefixes(prefix: str) -> None:
         ({"url": "https://a.example/weights", "headers": {"A": "x" * 9000}}, "transport.headers"),
     ],
 )
-def test_wrong_fields(request_: dict[str, Any], field: str) -> None:
+def test_a_wrong_field_of_a_request_is_named_with_a_fix(request_: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_source({"backend": "http", **request_}, ALLOWED)
     assert (caught.value.facts["field"], bool(caught.value.facts["fix"])) == (field, True)

@@ -121,13 +121,13 @@ def test_bytes_that_are_no_description(data: bytes, words: str) -> None:
     assert words in refusal(data)
 
 
-def test_too_many_tensors() -> None:
+def test_too_many_tensors_are_refused() -> None:
     one = torch.zeros(1)
     message = refusal(description({f"t{number}": one for number in range(MAX_TENSORS + 1)}))
     assert f"more than {MAX_TENSORS} tensors" in message
 
 
-def test_a_number() -> None:
+def test_a_number_outside_its_range_is_refused() -> None:
     assert read_number(memoryview((7).to_bytes(8, "little")), MAX_STATE_DICTS, "the number") == 7
     for number in (0, -1, MAX_STATE_DICTS + 1, 1 << 62):
         with pytest.raises(InvalidWeights, match="as the number"):

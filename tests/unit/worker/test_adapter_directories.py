@@ -43,7 +43,7 @@ def adapter_refusal(
     return caught.value
 
 
-def test_an_adapter_directory(transport: FilesystemTransport, root: Path) -> None:
+def test_an_adapter_directory_gives_its_config_and_tensors(transport: FilesystemTransport, root: Path) -> None:
     path = adapter(root / "lora", b'{"peft_type":  "LORA", "r": 1}\n')
     delivery = transport.open(request(path), "lora")
     assert delivery.adapter_config == LORA
@@ -56,7 +56,7 @@ def test_an_adapter_directory(transport: FilesystemTransport, root: Path) -> Non
     base.close()
 
 
-def test_the_other_kind(transport: FilesystemTransport, root: Path) -> None:
+def test_a_directory_of_the_other_kind_is_refused_with_a_fix(transport: FilesystemTransport, root: Path) -> None:
     lora, base = adapter(root / "lora"), single(root / "base")
     assert "kind: lora" in refusal(transport, lora, InvalidWeights).facts["fix"]
     assert "kind: base" in adapter_refusal(transport, base).facts["fix"]
@@ -113,7 +113,7 @@ def test_a_tensor_with_the_configs_name(transport: FilesystemTransport, root: Pa
     assert ADAPTER_CONFIG_NAME in adapter_refusal(transport, path).message
 
 
-def test_an_adapters_manifest(transport: FilesystemTransport, root: Path) -> None:
+def test_an_adapters_manifest_covers_its_config_too(transport: FilesystemTransport, root: Path) -> None:
     path = adapter(root / "lora")
     manifest = write_manifest(path)
     raw = (path / ADAPTER_CONFIG_NAME).read_bytes()

@@ -77,7 +77,7 @@ def test_a_process_of_another_user_is_not_answered(serve: Serve) -> None:
         client.ask("secret")
 
 
-def test_cancelling(serve: Serve) -> None:
+def test_a_cancelled_call_is_cancelled_in_the_agent_too(serve: Serve) -> None:
     begun, seen = threading.Event(), threading.Event()
 
     def wait(_: Mapping[str, Any], cancelled: Cancelled) -> None:

@@ -105,7 +105,7 @@ def test_all_that_is_wrong_is_said_in_bounds() -> None:
     assert len(json.dumps(caught.value.to_wire())) < 2000
 
 
-def test_dtypes_and_cast() -> None:
+def test_other_dtypes_fit_only_with_cast() -> None:
     with pytest.raises(InvalidWeights, match="F32, the model has BF16") as caught:
         check_specs({"a": BF16}, NONE, {"a": F32}, False)
     assert caught.value.facts["field"] == "cast"
@@ -374,7 +374,7 @@ def test_an_engines_error_passes_and_the_delivery_is_closed() -> None:
     assert delivery.closed == 1
 
 
-def test_cancelled() -> None:
+def test_a_cancelled_receipt_closes_its_delivery() -> None:
     delivery = two()
     with pytest.raises(EngineFailed, match="cancelled"):
         run(Engine(delivery), delivery, cancelled=True)
