@@ -96,7 +96,7 @@ def show(op: str, reply: Reply, body: Reply) -> str:
     if op == "abort_weights_update":
         return f"aborted the update {reply['update_id']} in {_seconds(reply.get('elapsed_s'))}"
     if op == "check_weights":
-        return "\n".join(_checked(reply, body))
+        return "\n".join(_checked(reply))
     words = f"{DONE[op]} {_count(reply)} in {_seconds(reply.get('elapsed_s'))}"
     if op == "pause":
         words += f" ({body['mode']}); the fleet resumes by itself in {body['lease_s']:g} s"
@@ -409,19 +409,44 @@ def _sent(one: Reply) -> str:
     return f" by {encoding}" + (f" ({sent / of:.2g} of the bytes)" if sent is not None and of else "")
 
 
-def _checked(reply: Reply, body: Reply) -> list[str]:
+def _checked(reply: Reply) -> list[str]:
     rows = []
     for row in engine_replies(reply):
-        ranks = row.get("ranks") or [{}]
-        for rank in ranks:
+        for rank in row.get("ranks") or [{}]:
             match = {True: "equal", False: "differs"}.get(rank.get("match"), "")
             result = rank.get("checksum") or match or row.get("status")
             rows.append({"instance_id": row["instance_id"], "rank": rank.get("rank"), "result": result})
     lines = [table(rows, {"INSTANCE": "instance_id", "RANK": "rank", "RESULT": "result"})]
-    if body["action"] == "checksum" and len(rows) > 1:
-        sums = {row["result"] for row in rows}
-        lines.append("all equal" if len(sums) == 1 else f"{len(sums)} different checksums")
+    groups = _equal_weights(reply)
+    if len(groups) > 1:
+        apart = " | ".join(", ".join(names) for names in groups)
+        lines.append(
+            f"the weights of {len(groups)} groups of workers differ: {apart}. Only workers of one engine with "
+            "the same number of ranks can be compared; choose them with --workers."
+        )
+    elif sum(map(len, groups)) > 1:
+        lines.append("all workers have equal weights")
     return lines
+
+
+def weights_differ(reply: Reply) -> bool:
+    """Reports whether a reply of `check_weights` shows workers with other weights than others, or than their own
+    snapshot."""
+    ranks = [rank for row in engine_replies(reply) for rank in row.get("ranks") or ()]
+    return len(_equal_weights(reply)) > 1 or any(rank.get("match") is False for rank in ranks)
+
+
+def _equal_weights(reply: Reply) -> list[list[str]]:
+    """The instance ids of the workers with checksums. Workers with the same checksums in the same ranks are one
+    group."""
+    groups: dict[tuple[tuple[Any, str], ...], list[str]] = {}
+    for row in engine_replies(reply):
+        ranks = [rank for rank in row.get("ranks") or () if "checksum" in rank]
+        if ranks:
+            groups.setdefault(tuple((rank.get("rank"), rank["checksum"]) for rank in ranks), []).append(
+                row["instance_id"]
+            )
+    return list(groups.values())
 
 
 def _count(reply: Reply) -> str:

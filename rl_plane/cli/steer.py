@@ -19,7 +19,7 @@ from rl_plane.cli.keys import NATS_FILES, credentials
 from rl_plane.cli.output import BadSetting, say, say_json
 from rl_plane.cli.setting_types import INSTANCE_ID
 from rl_plane.cli.settings import Command, command
-from rl_plane.cli.show import absent, show
+from rl_plane.cli.show import absent, show, weights_differ
 from rl_plane.cli.wait_display import STATE_BODY, STATE_S, TICK_S, ReadState, seconds_shown
 from rl_plane.errors import DeadlineExceeded, NoWorkers, PermissionDenied
 from rl_plane.fleet.http_client import call_facade
@@ -83,6 +83,10 @@ def commands() -> list[click.Command]:
     complete = """Commit an update that was prepared and waits for its trainer's next call.
 
     ID is an update's id, as `rl-plane state` shows it."""
+    check = """Checksum or compare the weights.
+
+    The exit code is 1 if workers have different checksums, or if a worker differs from its snapshot. Workers of
+    different engines, or with different numbers of ranks, always differ: choose workers with --workers."""
     return [
         _command("state", "Show the fleet and each worker.", "state", common),
         _command("workers", "List the workers.", "workers", common),
@@ -99,7 +103,7 @@ def commands() -> list[click.Command]:
         _command("abort", abort, "abort_weights_update", reach, update_id),
         _command("complete", complete, "complete_weights_update", reach, update_id),
         _command("updates", "List past updates, newest first.", "updates", ("limit", *reach)),
-        _command("check", "Checksum or compare the weights.", "check_weights", ("action", *common)),
+        _command("check", check, "check_weights", ("action", *common)),
         _command(
             "enable", "Admit workers again. ID is an instance id of `rl-plane workers`.", "enable", reach, ids
         ),
@@ -127,7 +131,7 @@ def _command(name: str, doc: str, op: str, settings: tuple[str, ...], *arguments
             say_json(reply)
         else:
             say(show(op, reply, body))
-        return 0
+        return int(op == "check_weights" and weights_differ(reply))
 
     return command(name, doc, handler, settings, *arguments)
 

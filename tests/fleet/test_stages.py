@@ -131,7 +131,7 @@ def test_the_cli_shows_a_stage_as_skipped() -> None:
         {"instance_id": one, "status": "ok", "ranks": [{"rank": 0, "checksum": "aa"}]} for one in (ENGINE, OTHER)
     ]
     reply = {"workers": [*ok, skipped_reply(member(STAGE_ID, 1, "vision")).to_wire()], "elapsed_s": 0.0}
-    assert show("check_weights", reply, {"action": "checksum"}).endswith("all equal")
+    assert show("check_weights", reply, {"action": "checksum"}).endswith("all workers have equal weights")
     assert show("resume", reply, {}).startswith("resumed 2 workers")
     assert show("state", reply, {}).endswith(f"{STAGE_ID}: skipped: vision")
 

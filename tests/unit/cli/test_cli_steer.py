@@ -476,15 +476,37 @@ def test_new_run_sends_its_component_and_prints_the_version(
     assert out.startswith("began a new run with version 0 (initial) blake3:abababababab on 1 worker\n")
 
 
-def test_check_says_that_checksums_differ(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+def _checks(*workers: tuple[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """A reply of `check_weights`: an instance id, and the result of each rank."""
     rows = [
-        {"instance_id": name, "status": "ok", "ranks": [{"rank": 0, "checksum": checksum}]}
-        for name, checksum in ((ID_A, "11"), (ID_B, "22"))
+        {"instance_id": name, "status": "ok", "ranks": [{"rank": at, **rank} for at, rank in enumerate(ranks)]}
+        for name, ranks in workers
     ]
-    facade.answers({**HEAD, "workers": rows})
-    assert main.run(["check"]) == 0
+    return {**HEAD, "workers": rows}
+
+
+def test_check_exits_with_1_if_checksums_differ(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    facade.answers(_checks((ID_A, [{"checksum": "11"}]), (ID_B, [{"checksum": "22"}])))
+    assert main.run(["check"]) == 1
     assert facade.asked[0]["body"] == {"action": "checksum"}
-    assert "2 different checksums" in capsys.readouterr().out
+    assert f"2 groups of workers differ: {ID_A} | {ID_B}. " in capsys.readouterr().out
+
+
+def test_check_compares_each_rank_with_the_same_rank_of_other_workers(
+    facade: Facade, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [{"checksum": "11"}, {"checksum": "22"}]
+    facade.answers(_checks((ID_A, ranks), (ID_B, ranks)))
+    assert main.run(["check"]) == 0
+    assert "all workers have equal weights" in capsys.readouterr().out
+
+
+def test_check_exits_with_1_if_a_worker_differs_from_its_snapshot(
+    facade: Facade, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facade.answers(_checks((ID_A, [{"match": True}]), (ID_B, [{"match": False, "mismatches": ["w"]}])))
+    assert main.run(["check", "--action", "compare", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["workers"][1]["ranks"][0]["mismatches"] == ["w"]
 
 
 def test_enable_and_disable_ask_for_each(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
