@@ -141,7 +141,7 @@ async def test_a_stop_string_ends_the_tokens_and_is_named_as_the_reason(
         assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
-async def test_the_likeliest_tokens_on_every_route(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_every_route_gives_the_likeliest_tokens(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn()
     digest = (await update(plane, 1))["digest"]
     tokens, made = tokens_under(digest, 0, 4), [fake_logprob(digest, PROMPT, place) for place in range(4)]
@@ -274,7 +274,9 @@ async def test_a_worker_that_dies_while_it_scores_is_replaced(plane: Plane, http
             assert output["meta_info"]["instance_id"] == "f" * 16
 
 
-async def test_prompts_in_a_list(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_each_prompt_of_a_list_gets_the_tokens_that_it_gets_alone(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     plane.spawn()
     await update(plane, 1)
     sampling = {"max_new_tokens": 3, "n": 2, "sampling_seed": 5}
@@ -377,7 +379,7 @@ async def test_a_workers_refusal_names_the_field_of_the_caller(plane: Plane, htt
         assert error_of(await http.post(path, json=body), 501)["field"].endswith(field)
 
 
-async def test_fields_that_upstream_takes_and_that_change_nothing(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_fields_without_effect_are_accepted_but_checked(plane: Plane, http: httpx.AsyncClient) -> None:
     """The bodies are those of prime-rl's renderers (`priority`), OpenAI's client (`metadata`) and slime."""
     plane.spawn()
     tokens = tokens_under((await update(plane, 1))["digest"], 0, 2)

@@ -112,7 +112,7 @@ def test_the_typed_ops_reach_the_fleet_and_give_its_answers(fleet: SyncRlClient,
     assert fleet.abort_requests()["waiting"] == 0
 
 
-def test_an_update_in_two_calls(fleet: SyncRlClient, root: Path) -> None:
+def test_two_calls_prepare_and_complete_an_update(fleet: SyncRlClient, root: Path) -> None:
     fleet.wait_for(WORKERS)
     transport = {"backend": "filesystem", "path": str(make_fake_model(root / "two", seed=8))}
     prepared = fleet.prepare_weights_update(transport, "two")

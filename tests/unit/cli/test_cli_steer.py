@@ -425,7 +425,7 @@ def test_update_sends_its_policy(facade: Facade, argv: list[str], wanted: dict[s
 
 
 @pytest.mark.parametrize("op", ["load", "swap", "unload"])
-def test_update_of_an_adapter(facade: Facade, op: str) -> None:
+def test_update_sends_the_adapter_as_its_target(facade: Facade, op: str) -> None:
     facade.answers(COMMITTED)
     path = [] if op == "unload" else ["adapters/a"]
     assert main.run(["update", *path, "--adapter", "a", "--adapter-op", op]) == 0
@@ -454,7 +454,7 @@ def test_an_adapter_is_loaded_unless_said_otherwise(facade: Facade) -> None:
         (["x", "--staging", "disk"], "'host', 'none'"),
     ],
 )
-def test_an_update_that_is_not_sent(
+def test_a_wrong_update_command_is_refused_and_not_sent(
     facade: Facade, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
 ) -> None:
     assert main.run(["update", *argv]) == 2
@@ -558,7 +558,7 @@ def test_the_fix_of_state_is_not_state(facade: Facade, capsys: pytest.CaptureFix
     ("status", "reply"),
     [(200, b"<html>"), (200, b"[]"), (200, b'{"a": 1}'), (502, b"<html>"), (404, b'{"detail": "x"}')],
 )
-def test_something_else_answers(
+def test_an_answer_of_another_server_says_to_check_the_address(
     facade: Facade, capsys: pytest.CaptureFixture[str], status: int, reply: bytes
 ) -> None:
     facade.status, facade.reply = status, reply
