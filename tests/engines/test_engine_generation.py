@@ -297,12 +297,15 @@ async def test_penalties_choose_the_tokens_and_leave_the_logprobs_raw(
         with pytest.raises(Unsupported, match="logprobs"):
             await run(engine, request)
         return
+    free = await run(engine, ask(prompt, max_tokens=40))
     result = await run(engine, request)
+    assert result.tokens != free.tokens
     rows = logits_of(models.tiny[1], prompt, result.tokens)
     for place, token in enumerate(result.tokens):
         scores = penalized(rows[place], prompt, result.tokens[:place], *penalties)
         assert scores[token] > max(scores) - 2 * LOGPROBS
-    raw, _ = logprobs_of(models.tiny[1], prompt, result.tokens)
+    raw, gap = logprobs_of(models.tiny[1], prompt, result.tokens)
+    assert gap > 2 * LOGPROBS, "without penalties another token is the likeliest"
     assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
 
 

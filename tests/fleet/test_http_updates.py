@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_plane.bus.state_store import read_record
-from rl_plane.errors import InvalidRequest, PlaneError, UpdateAborted
+from rl_plane.errors import InvalidRequest, InvalidWeights, UpdateAborted
 from rl_plane.weights.checkpoint import SINGLE_NAME
 from tests.conftest import Plane
 from tests.support.delta_updates import by_delta
@@ -162,9 +162,25 @@ async def test_a_late_worker_stays_closed_until_an_update_brings_a_valid_url(
 
 
 async def test_an_update_with_a_wrong_digest_fails(plane: Plane, server: RangeServer) -> None:
+    """The error names both digests, and the fleet still serves the version before."""
+    first, second = plane.model(0), plane.model(1)
     client = await plane.client()
-    plane.model(1)
-    await asyncio.to_thread(plane.spawn, weight_urls=[server.url])
-    body = {**by_url({"url": f"{server.url}/seed1"}, "one"), "digest": "blake3:" + "0" * 64}
-    with pytest.raises(PlaneError, match="0000"):
+    workers = await asyncio.to_thread(plane.spawn_many, 2, model=first, weight_urls=[server.url])
+    ids = sorted(one.instance_id for one in workers)
+    wrong, computed = "blake3:" + "0" * 64, model_digest(second, algorithm="blake3")
+    body = {**by_url({"url": f"{server.url}/{second.name}"}, "one"), "digest": wrong}
+    with pytest.raises(InvalidWeights) as caught:
         await client.run("update_weights", body)
+    assert caught.value.facts["field"] == "transport"
+    rows = caught.value.facts["workers"]
+    assert sorted(row["instance_id"] for row in rows) == ids
+    # The first worker to find it ends the update. The other one may be stopped before it has all bytes.
+    assert {row["error"]["code"] for row in rows} <= {"invalid_weights", "update_aborted"}
+    found = [row["error"] for row in rows if row["error"]["code"] == "invalid_weights"]
+    assert found
+    for error in found:
+        assert (error["digest"], error["expected_digest"]) == (computed, wrong)
+    assert await all_serve(client, "initial")
+    token = fake_token(model_digest(first), PROMPT, 0)
+    for one in ids:
+        assert await generated(client, one, PROMPT, 1) == [token]

@@ -159,12 +159,19 @@ def test_abort_and_complete_name_the_update_and_print_the_outcome(
     by = f"an operator on host {socket.gethostname()}"
     assert facade.asked[0]["path"] == "/v1/rl/abort_weights_update"
     assert facade.asked[0]["body"] == {"update_id": "u1", "by": by}
+    facade.answers({**HEAD, "update_id": "the newest", "workers": []})
     assert main.run(["abort"]) == 0
-    assert facade.asked[1]["body"] == {"by": by}
+    assert facade.asked[1]["path"] == "/v1/rl/abort_weights_update"
+    assert facade.asked[1]["body"] == {"by": by}, "no id is sent, and the fleet names the update"
+    assert capsys.readouterr().out == "aborted the update the newest in 0.250 s\n"
     facade.answers({**HEAD, "version": VERSION, "workers": [], "excluded": [], "phases": {"receive_s": 2.0}})
     assert main.run(["complete", "u1"]) == 0
     assert facade.asked[2]["path"] == "/v1/rl/complete_weights_update"
     assert facade.asked[2]["body"] == {"update_id": "u1"}
+    assert "committed version 3 (step_3)" in capsys.readouterr().out
+    assert main.run(["complete"]) == 0
+    assert facade.asked[3]["path"] == "/v1/rl/complete_weights_update"
+    assert facade.asked[3]["body"] == {}
     assert "committed version 3 (step_3)" in capsys.readouterr().out
 
 
