@@ -279,7 +279,7 @@ async def test_the_facade_refuses_vllms_nccl_trainer_before_any_worker_waits(
             await trainer.do("call", ["init_communicator", "cpu"])
 
 
-async def test_skyrls_calls_on_the_drop_in_of_the_examples(plane: Plane) -> None:
+async def test_the_skyrl_client_of_the_examples_updates_a_fleet(plane: Plane) -> None:
     """SkyRL's trainer pauses, sends one bucket after the other, and resumes."""
     ids = await fleet(plane, 2)
     sync = await asyncio.to_thread(SyncRlClient.connect, plane.url, plane.namespace, plane.component)

@@ -109,7 +109,7 @@ def update_of(plane: Plane, seed: int) -> dict[str, Any]:
     return {"transport": transport, "version": f"step_{seed}"}
 
 
-async def test_members_come_and_go(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_the_events_show_each_member_that_joins_or_leaves(plane: Plane, rl: httpx.AsyncClient) -> None:
     async with reading(rl) as reader:
         worker = plane.spawn()
         joined = await reader.until(lambda kind, data: kind == "member" and data["change"] == "joined")
@@ -196,7 +196,7 @@ async def test_two_listeners_get_the_same_events(plane: Plane, rl: httpx.AsyncCl
         assert one.seen == two.seen
 
 
-async def test_it_needs_the_key_and_takes_no_fields(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_the_event_stream_needs_the_key_and_takes_no_fields(plane: Plane, rl: httpx.AsyncClient) -> None:
     response = await rl.get("events", headers={"Authorization": "Bearer x"})
     assert response.status_code == 401
     response = await rl.get("events?since=1")

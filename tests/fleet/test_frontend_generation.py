@@ -129,7 +129,9 @@ async def test_a_reply_that_is_sent_at_its_end_takes_few_messages(plane: Plane, 
     assert 3 <= messages <= 4 + elapsed_s / GATHER_S
 
 
-async def test_tokens_in_tokens_out(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_prompt_of_tokens_gives_labelled_tokens_and_logprobs(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     worker = plane.spawn()
     version = await update(plane, 1)
     reply = await ask(http, max_tokens=4, logprobs=1, return_token_ids=True)
@@ -147,7 +149,9 @@ async def test_tokens_in_tokens_out(plane: Plane, http: httpx.AsyncClient) -> No
     assert (reply["object"], reply["model"]) == ("text_completion", "seed0")
 
 
-async def test_a_choice_for_each_n_spread_over_the_workers(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_the_choices_of_one_request_are_spread_over_the_workers(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     workers = plane.spawn_many(2)
     client = await plane.client()
     await client.run("ready", {"min_workers": 2, "wait_s": 30})

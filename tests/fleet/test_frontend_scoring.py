@@ -38,7 +38,7 @@ def rows_under(digest: str, prompt: list[int], count: int) -> list[dict[str, Any
     ]
 
 
-async def test_the_likeliest_tokens_at_each_place_of_a_prompt(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_every_route_gives_the_likeliest_tokens_of_a_prompt(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn()
     digest = (await update(plane, 1))["digest"]
     other = [*PROMPT, 9]
@@ -63,7 +63,9 @@ async def test_the_likeliest_tokens_at_each_place_of_a_prompt(plane: Plane, http
     ]
 
 
-async def test_a_long_prompt_with_its_likeliest_tokens(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_the_likeliest_tokens_of_a_long_prompt_come_up_to_their_bound(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     """They take 20 messages, and the largest reply of one call."""
     plane.spawn(max_model_len=20000, vocab_size=100_000)
     digest = (await update(plane, 1))["digest"]

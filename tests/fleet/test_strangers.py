@@ -177,7 +177,7 @@ async def test_two_lengths_are_refused(plane: Plane) -> None:
         writer.close()
 
 
-async def test_thirty_nested_bodies_at_once(plane: Plane) -> None:
+async def test_many_nested_bodies_are_refused_while_others_are_answered(plane: Plane) -> None:
     """Each is refused by its brackets, before it is parsed. Others are answered meanwhile."""
     body = b'{"workers": ' + b"[" * (MAX_BODY_BYTES // 2 - 10) + b"]" * (MAX_BODY_BYTES // 2 - 10) + b"}"
     await asyncio.to_thread(plane.spawn)

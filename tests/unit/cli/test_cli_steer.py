@@ -159,12 +159,19 @@ def test_abort_and_complete_name_the_update_and_print_the_outcome(
     by = f"an operator on host {socket.gethostname()}"
     assert facade.asked[0]["path"] == "/v1/rl/abort_weights_update"
     assert facade.asked[0]["body"] == {"update_id": "u1", "by": by}
+    facade.answers({**HEAD, "update_id": "the newest", "workers": []})
     assert main.run(["abort"]) == 0
-    assert facade.asked[1]["body"] == {"by": by}
+    assert facade.asked[1]["path"] == "/v1/rl/abort_weights_update"
+    assert facade.asked[1]["body"] == {"by": by}, "no id is sent, and the fleet names the update"
+    assert capsys.readouterr().out == "aborted the update the newest in 0.250 s\n"
     facade.answers({**HEAD, "version": VERSION, "workers": [], "excluded": [], "phases": {"receive_s": 2.0}})
     assert main.run(["complete", "u1"]) == 0
     assert facade.asked[2]["path"] == "/v1/rl/complete_weights_update"
     assert facade.asked[2]["body"] == {"update_id": "u1"}
+    assert "committed version 3 (step_3)" in capsys.readouterr().out
+    assert main.run(["complete"]) == 0
+    assert facade.asked[3]["path"] == "/v1/rl/complete_weights_update"
+    assert facade.asked[3]["body"] == {}
     assert "committed version 3 (step_3)" in capsys.readouterr().out
 
 
@@ -425,7 +432,7 @@ def test_update_sends_its_policy(facade: Facade, argv: list[str], wanted: dict[s
 
 
 @pytest.mark.parametrize("op", ["load", "swap", "unload"])
-def test_update_of_an_adapter(facade: Facade, op: str) -> None:
+def test_update_sends_the_adapter_as_its_target(facade: Facade, op: str) -> None:
     facade.answers(COMMITTED)
     path = [] if op == "unload" else ["adapters/a"]
     assert main.run(["update", *path, "--adapter", "a", "--adapter-op", op]) == 0
@@ -454,7 +461,7 @@ def test_an_adapter_is_loaded_unless_said_otherwise(facade: Facade) -> None:
         (["x", "--staging", "disk"], "'host', 'none'"),
     ],
 )
-def test_an_update_that_is_not_sent(
+def test_a_wrong_update_command_is_refused_and_not_sent(
     facade: Facade, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
 ) -> None:
     assert main.run(["update", *argv]) == 2
@@ -580,7 +587,7 @@ def test_the_fix_of_state_is_not_state(facade: Facade, capsys: pytest.CaptureFix
     ("status", "reply"),
     [(200, b"<html>"), (200, b"[]"), (200, b'{"a": 1}'), (502, b"<html>"), (404, b'{"detail": "x"}')],
 )
-def test_something_else_answers(
+def test_an_answer_of_another_server_says_to_check_the_address(
     facade: Facade, capsys: pytest.CaptureFixture[str], status: int, reply: bytes
 ) -> None:
     facade.status, facade.reply = status, reply

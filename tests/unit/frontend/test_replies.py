@@ -64,7 +64,7 @@ def test_a_whole_completion_has_its_tokens_logprobs_and_versions() -> None:
     assert whole(plan, [one, other], "m", 5)["nvext"]["completion_token_ids"] == [[1, 2, 3], [4]]
 
 
-def test_a_whole_chat_without_extras() -> None:
+def test_a_whole_chat_has_no_fields_that_were_not_asked_for() -> None:
     reply = whole(chat(), [_choice()], "m", 5)
     (choice,) = reply["choices"]
     assert choice["message"] == {"role": "assistant", "content": "xyz"}
