@@ -141,6 +141,7 @@ class Frontend:
     def _about(self) -> dict[str, Any]:
         return {
             "nats": self.bus.about,
+            "namespace": self.own.client.namespace,
             "component": self.own.name,
             **self.own.about(),
             "components": {name: one.about() for name, one in self.by_name.items()},
