@@ -161,7 +161,7 @@ class Frontend:
     def end_streams(self) -> None:
         """Ends the streams of events. They never end by themselves, and would delay the stop for its whole grace."""
         for one in self.components:
-            one.events.stop()
+            one.events.end_streams()
 
     def generation_app(self, options: FrontendOptions, keys: Keys) -> Starlette:
         api = Api("rl_plane: generation", keys, options.allowed_hosts, openai_error)
