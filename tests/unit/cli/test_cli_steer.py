@@ -332,6 +332,17 @@ def test_a_flag_that_a_frontend_ignores_is_refused(
     assert facade.asked == []
 
 
+@pytest.mark.parametrize("components", [[], ["policy"], ["policy", "reward"]])
+def test_ready_listens_to_the_events_of_each_component_that_it_waits_for(
+    facade: Facade, capsys: pytest.CaptureFixture[str], components: list[str]
+) -> None:
+    error = {"code": "no_workers", "message": "there is no worker"}
+    facade.answers({"status": "error", "error": error}, 503)
+    assert main.run(["ready", "--wait", "2s", *(f"--component={name}" for name in components)]) == 1
+    heard = [one["query"].get("component") for one in facade.asked if one["path"] == "/v1/rl/events"]
+    assert sorted({name for names in heard for name in names or [""]}) == (components or [""])
+
+
 def test_publish_refuses_a_namespace_beside_a_frontend(
     facade: Facade, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
