@@ -162,6 +162,8 @@ class GenerationBody(SamplingBody, SglangForms, DemandFields):
     """Name the tokens beside logprobs by their ids, `token_id:5`. Default: by their texts."""
     return_routed_experts: bool | None = None
     """Return the experts of each token of the prompt and of a choice. Also in `nvext`."""
+    routed_experts_prompt_start: int | None = Field(None, ge=0)
+    """With `return_routed_experts`: leave out the rows of this many tokens at the start of the prompt."""
     extra_fields: list[str] | None = Field(None, max_length=MAX_EXTRA_FIELDS)
     """Another place for `nvext.extra_fields`."""
     response_format: ResponseFormat | None = None

@@ -74,6 +74,9 @@ class Plan:
     """The caller asked for no tokens. The engine makes one beside the scores of the prompt, and the reply drops it."""
     scored_from: int = 0
     """The first token of the prompt whose logprob the caller asked for."""
+    routed_from: int = 0
+    """With `routed_experts`: the first token of the prompt whose row the caller asked for. A prompt that is shorter has
+    the rows of its new tokens."""
     echo: bool = False
     """The prompt stands before the new tokens, in the text and in the logprobs."""
     echoed_tops: int = 0
@@ -105,6 +108,14 @@ class Plan:
         # The size of a text is an estimate. The call counts the rows that come.
         rows = sum(one.prompt_top_logprobs * one.prompt_size() for one in self.requests)
         check_prompt_tops(rows, self.field_of("prompt_top_logprobs", 0))
+        given = [one.prompt_token_ids for one in self.requests if one.prompt_token_ids is not None]
+        if self.routed_experts and self.routed_from > (shortest := min(map(len, given), default=self.routed_from)):
+            field = self.field_of("routed_experts_prompt_start", 0)
+            raise InvalidRequest(
+                f"{field} is {self.routed_from}, and a prompt has {shortest} tokens",
+                field=field,
+                fix="send at most the length of the shortest prompt",
+            )
         if self.demands.migrate:
             if self.instance_id is not None:
                 raise InvalidRequest(
@@ -300,6 +311,7 @@ def _plan(
         | ({} if logprobs or not tokens_out else {"logprobs": "return_token_ids"}),
         batch=len(prompts.each) if prompts.batch else None,
         scores_only=max_tokens == 0,
+        routed_from=body.routed_experts_prompt_start or 0,
         echo=echo,
         echoed_tops=echoed or 0,
         forced=body.forced if isinstance(body, ChatBody) else None,
