@@ -212,9 +212,9 @@ class ChatBody(GenerationBody, TemplateBody):
     """
 
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
-    """none: the template gets no tools. auto: a worker's parser reads the calls that the model has written, and the
-    message has them as `tool_calls`; the default, where a worker has a parser. required, or a named function: the text
-    has the form of such calls, and the message has them as `tool_calls`."""
+    """none: calls stay in the text as the model wrote them. auto: a worker's parser reads these calls, and the message
+    has them as `tool_calls`; the default, where a worker has a parser. required, or a named function: the text has the
+    form of such calls, and the message has them as `tool_calls`."""
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

@@ -256,8 +256,6 @@ def plan_chat(body: dict[str, Any], request_id: str) -> Plan:
     check_choice(body.get("tool_choice"))
     parsed = parse_chat(ChatBody, body)
     messages, rendering = parsed.plain_messages(), parsed.rendering()
-    if parsed.tool_choice == "none":
-        rendering = rendering.model_copy(update={"tools": None})
     if (ids := _prompt_ids(parsed, "messages" if messages else None)) is not None:
         prompts = Prompts.of(ids, "prompt_token_ids")
     elif messages:
