@@ -269,7 +269,11 @@ async def test_the_facade_refuses_vllms_nccl_trainer_before_any_worker_waits(
         # TRL's synchronous client: all of it that needs no GPU, its retries included.
         await trainer.do("client", client_of(plane, "trl, synchronous", http))
         assert await trainer.do("call", ["get_world_size"]) == 1
-        assert (await trainer.do("call", ["get_server_info"]))["weight_transfer_config"] == {"backend": "gloo"}
+        info = await trainer.do("call", ["get_server_info"])
+        assert info["weight_transfer_config"] == {"backend": "gloo"}
+        assert (
+            info["model_config"]["logprobs_mode"] == "raw_logprobs"
+        )  # GRPOTrainer reads it before its first step
         await trainer.do("call", ["reset_prefix_cache"])
         prompts = [PROMPT, PROMPT[-1:]]
         made = await trainer.do("call", ["generate", prompts, None, 2, 1.0, 0.0, 1.0, 0, 0.0, TOKENS])

@@ -433,6 +433,7 @@ async def test_areal_sends_aborted_requests_again(plane: Plane) -> None:
             while made < tokens and "length" not in ends:
                 body = {
                     "input_ids": prompt,
+                    "image_data": [],
                     "sampling_params": {"max_new_tokens": tokens - made, "temperature": 0, "ignore_eos": True},
                     "return_logprob": True,
                     "stream": False,

@@ -64,6 +64,7 @@ async def test_the_reading_routes_answer_before_the_first_update(plane: Plane, h
     assert config["model_config"]["model"] == model["id"]
     assert config["model_config"]["dtype"] == "torch.float32"
     assert config["model_config"]["max_model_len"] == model["max_model_len"]
+    assert config["model_config"]["logprobs_mode"] == "raw_logprobs"
     assert config["parallel_config"]["data_parallel_size"] == 1
     assert config["parallel_config"]["world_size"] == 3
     assert config["weight_transfer_config"] == {"backend": "gloo"}

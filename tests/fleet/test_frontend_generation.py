@@ -19,8 +19,10 @@ from frontend.completions.completion_routes import OPENAI
 from frontend.frontend_limits import FrontendLimits
 from frontend.main import Frontend
 from frontend.routing.engine_client import Event
+from frontend.server.bodies import MAX_PROMPTS_BYTES
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import Overloaded
+from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 from rl_plane.protocol.generation import GATHER_S, MAX_PROMPT_LOGPROBS, GenerateDelta
 from rl_plane.protocol.subjects import RECORD, Subjects
 from tests.support.call_parsers import parse_calls
@@ -266,6 +268,28 @@ async def test_the_longest_prompt_with_logprobs_gets_them_and_a_longer_one_is_re
     assert error["param"] == "prompt_logprobs"
 
 
+async def test_many_prompts_may_be_larger_than_a_message_and_one_may_not(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    plane.spawn(max_model_len=2_000_000, vocab_size=(1 << 31) - 1)
+    await update(plane, 1)
+    prompts = [[1_000_000 + number] * 3_000 for number in range(50)]
+    body = {"prompt": prompts, "max_tokens": 1, "return_token_ids": True}
+    assert len(json.dumps(body)) > MAX_MESSAGE_BYTES
+    response = await http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert [choice["prompt_token_ids"] for choice in response.json()["choices"]] == prompts
+    long = "\u00e9" * (MAX_MESSAGE_BYTES // 2)
+    for path, field, texts in (
+        ("/v1/completions", "prompt", ["a", long]),
+        ("/generate", "input_ids", [[5], [1_000_000] * (MAX_MESSAGE_BYTES // 5)]),
+        ("/v1/embeddings", "input", ["a", long]),
+    ):
+        error = error_of(await http.post(path, json={field: texts}), 413)
+        assert (error["param"], error["fix"]) == (f"{field}.1", "send a shorter prompt")
+    assert error_of(await http.post("/v1/completions", json={"prompt": long}), 413)["param"] == "prompt"
+
+
 async def test_a_reply_that_no_message_carries_is_refused(plane: Plane, http: httpx.AsyncClient) -> None:
     """The text fits, the tokens that it makes do not."""
     plane.spawn(max_model_len=2_000_000)
@@ -436,7 +460,8 @@ async def test_bad_input_is_refused_by_name(plane: Plane, http: httpx.AsyncClien
             assert error_of(response, status)["field"] == field
     for content in (b"{", b"[]", b'{"prompt": "x", "temperature": NaN}'):
         error_of(await http.post("/v1/completions", content=content), 400)
-    error_of(await http.post("/v1/completions", content=b" " * 1_000_001), 413)
+    error = error_of(await http.post("/v1/completions", content=b" " * (MAX_PROMPTS_BYTES + 1)), 413)
+    assert (error["field"], error["fix"]) == ("body", "send the prompts in several requests")
     error_of(await http.post("/v1/nothing"), 404)
     error_of(await http.get("/v1/completions"), 405)
 

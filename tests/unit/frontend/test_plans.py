@@ -281,10 +281,8 @@ def test_a_chat_passes_its_fields_to_the_template() -> None:
     )
     for name in ("chat_template_kwargs", "chat_template_args"):
         given = {**fields, name: {"enable_thinking": False}}
-        assert chat(tool_choice="auto", **given).requests[0].rendering == expected
-        assert chat(tool_choice="none", **given).requests[0].rendering == expected.model_copy(
-            update={"tools": None}
-        )
+        for choice in ("auto", "none"):  # TRL says none, and reads the calls itself
+            assert chat(tool_choice=choice, **given).requests[0].rendering == expected
         _, op = parse_tokenize({"messages": [{"role": "user", "content": "hi"}], **given})
         assert Tokenize.model_validate(op).rendering == expected
     # Tokens in bypass it.
