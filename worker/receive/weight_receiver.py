@@ -393,7 +393,7 @@ class Receiver:
 
     def _spare_bytes(self) -> int:
         """The memory that base weights take over from earlier ones."""
-        return self._pool.spare_bytes + (0 if self._kept is None else self._kept.area.nbytes)
+        return self._pool.spare_bytes + (0 if self._kept is None else self._kept.area.resident_bytes)
 
     # ---- deltas and partial versions ----
 
