@@ -156,30 +156,36 @@ class Receiver:
         offered it, because the engine may not have loaded that adapter yet.
 
         An offer ends when the copy does."""
-        ended: list[KeptAdapter] = []
+        transport = self._offers()
+        if transport is None:
+            return []
+        self._drop_adapters(adapters)  # before an offer, which may fail each time
         with self._offering:
-            transport = self._offers()
-            if transport is None:
-                return []
             if self._kept is not None and self._place is None:
                 place = dict(transport.offer(self._kept.tensors))
                 self._place = {"digest": self._kept.digest, "transport": place}
             found = [] if self._place is None else [self._place]
             for digest, copy in list(self._adapters.items()):
-                with self._taking:
-                    is_last = digest == self._last_adapter
-                    if is_last and digest in adapters:
-                        self._last_adapter = None  # it has come into the engine
-                    elif not is_last and digest not in adapters:
-                        ended.append(self._adapters.pop(digest))
                 if digest in adapters:
                     copy.place = copy.place or transport.offer(copy.area.tensors(), copy.config)
                     found.append({"digest": digest, "transport": dict(copy.place)})
+        return found
+
+    def _drop_adapters(self, loaded: Collection[str]) -> None:
+        """Drops the copies of adapters that the engine has not loaded any more. `loaded`: the digests of the others."""
+        ended: list[KeptAdapter] = []
+        with self._offering:
+            for digest in list(self._adapters):
+                with self._taking:
+                    is_last = digest == self._last_adapter
+                    if is_last and digest in loaded:
+                        self._last_adapter = None  # it has come into the engine
+                    elif not is_last and digest not in loaded:
+                        ended.append(self._adapters.pop(digest))
         for copy in ended:  # without the lock, for which a swap may wait: a peer may need a second to leave
             if copy.place is not None:
                 self._withdraw(copy.place)
             copy.area.close()
-        return found
 
     def _offers(self) -> OfferingTransport | None:
         """The transport by which other workers fetch what this process keeps. None: there is none."""
