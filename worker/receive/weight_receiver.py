@@ -485,6 +485,7 @@ class Receiver:
             return kept, {}
         if kept is not None and kept.digest_with(digests_of(changes)) == request.digest:
             return kept, changes
+        del kept  # the full version that may be fetched needs its memory
         return self._at_base(request, base, cancelled), changes
 
     def _blame(self, known: KeptCopy | None, cancelled: Cancelled) -> None:
@@ -505,7 +506,9 @@ class Receiver:
         if not links:
             assert kept is not None
             return kept
-        self.kept = None  # memory has room for one copy, and a copy that is half changed is of no version
+        if kept is None:
+            self._drop_copy()  # memory has room for one copy
+        self.kept = None  # a copy that is half changed is of no version
         for link in links:
             try:
                 kept = self._follow(kept, link, cancelled)
@@ -526,12 +529,15 @@ class Receiver:
         assert link.transport is not None, "the worker has filled in its own model"
         delivery = self._open(link.transport, "base")
         self.received.expect(_nbytes(delivery))
-        if kept is not None:
-            try:
+        try:
+            if kept is not None:
                 self._check_specs(link.encoding, delivery)
-            except BaseException:
-                delivery.close()
-                raise
+            else:
+                check_room(_nbytes(delivery), self._spare_bytes(), self._memory_files)
+        except BaseException:
+            delivery.close()
+            raise
+        if kept is not None:
             algorithm = algorithm_of(link.digest)
             specs = self.holder.weight_spec()
             changes = taken_changes(delivery, link.encoding, specs, algorithm, cancelled, self.received)
