@@ -18,7 +18,7 @@ import nats.errors
 
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus
-from rl_plane.bus.state_store import read_disabled, read_memory, read_pause
+from rl_plane.bus.state_store import read_disabled, read_later_pause, read_memory
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.canary import engine_kind
 from rl_plane.protocol.subjects import Subjects
@@ -180,20 +180,28 @@ class Worker:
         if await read_disabled(self.bus, self.subjects.state, self.state.instance_id):
             self.state.close("disabled")
         async with self._changes.changing:
-            desired = await read_pause(self.bus, self.subjects.state)
-            left_s = desired.left_s(await self.bus.server_time(self.subjects.state)) if desired.paused else 0.0
-            if left_s > 0:
-                if self.state.pause_mode is None:
-                    # Without a bound: the engine watch ends a worker whose engine hangs.
-                    await self._engine.run(self.adapter.pause("keep", False))
-                self.state.pause(desired.mode, time.monotonic(), left_s)  # its lease may be a new one
-            elif left_s <= 0 and self.state.pause_mode is not None:
-                await self._changes.resume()
+            await self._follow_pause()
             memory = await read_memory(self.bus, self.subjects.state)
             if memory is not None:  # None may be a store that has lost a trainer's release
                 with self._watch.blocking():
                     await self._memory.follow(memory)
         self._tell()
+
+    async def _follow_pause(self) -> None:
+        """Pauses or resumes as the fleet was asked to. The caller holds `changing`.
+
+        The last call to this worker counts instead if it is newer: it may have named this worker only."""
+        desired = await read_later_pause(self.bus, self.subjects.state, self.state.pause_fence)
+        if desired is None:
+            return
+        left_s = desired.left_s(await self.bus.server_time(self.subjects.state)) if desired.paused else 0.0
+        if left_s > 0:
+            if self.state.pause_mode is None:
+                # Without a bound: the engine watch ends a worker whose engine hangs.
+                await self._engine.run(self.adapter.pause("keep", False))
+            self.state.pause(desired.mode, time.monotonic(), left_s)  # its lease may be a new one
+        elif self.state.pause_mode is not None:
+            await self._changes.resume()
 
     async def drain(self, timeout_s: float, reason: Reason = "draining") -> bool:
         """Closes admission and waits for the running requests. Returns whether all of them ended.

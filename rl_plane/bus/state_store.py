@@ -62,6 +62,16 @@ async def read_pause(bus: Bus, state: KeyValueBucket) -> DesiredPause:
     return pause_of(await bus.get(state, PAUSE))
 
 
+async def read_later_pause(bus: Bus, state: KeyValueBucket, fence: int) -> DesiredPause | None:
+    """Reads from the leader the desired pause that the holder of this fence, or a later one, has stored.
+
+    None: no such call has stored one, or the store has lost it."""
+    entry = await bus.get(state, PAUSE)
+    if entry is None or entry.sequence < fence:  # a fence is a sequence of the same bucket
+        return None
+    return decoded(entry, DesiredPause.decode)
+
+
 async def read_memory(bus: Bus, state: KeyValueBucket) -> DesiredMemory | None:
     """Reads the desired memory from the leader. None: no memory was released yet, or the store has lost the key."""
     return decoded(await bus.get(state, MEMORY), DesiredMemory.decode)

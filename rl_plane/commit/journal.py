@@ -208,6 +208,8 @@ class Journal:
 
     async def prepared(self, replies: Iterable[Mapping[str, Any]], digest: str | None) -> None:
         """Notes that the update was prepared. `digest` None: its bytes are still to come."""
+        if not self._begun:  # a repeated call found it prepared
+            await self.take_up()
         before, began_at = self._entry.phases, self._entry.began_at
         prepare_s = time.time() - began_at - sum(before.values()) if began_at is not None else 0.0
         entry = replace(
@@ -215,7 +217,7 @@ class Journal:
             outcome="prepared",
             workers=_outcomes(replies),
             digest=digest or self._entry.digest,
-            phases={**before, "prepare_s": max(0.0, prepare_s)},
+            phases={**before, "prepare_s": before.get("prepare_s", max(0.0, prepare_s))},
         )
         await self._write_if_held(entry)
 

@@ -57,15 +57,16 @@ def _is_named(version: WeightVersion, label: str | None, sequence: int | None) -
 
 def target_of(entry: UpdateEntry, loaded: Iterable[str]) -> dict[str, Any]:
     """The target of an update that brings this version back. `loaded`: the adapters that are loaded now."""
-    target = dict(entry.target or {"kind": "base"})
-    if target["kind"] == "lora":
-        if target["op"] == "unload":
-            raise Conflict(
-                f"{entry.label} unloaded the adapter {target['name']!r}: there are no weights to go back to",
-                field="rollback",
-                fix="name a version that was loaded, or unload the adapter",
-            )
-        target["op"] = "swap" if target["name"] in loaded else "load"
+    if entry.target is None or entry.target["kind"] == "base":
+        return {"kind": "base"}  # the adapters that are loaded now stay, also if the old update dropped others
+    target = dict(entry.target)
+    if target["op"] == "unload":
+        raise Conflict(
+            f"{entry.label} unloaded the adapter {target['name']!r}: there are no weights to go back to",
+            field="rollback",
+            fix="name a version that was loaded, or unload the adapter",
+        )
+    target["op"] = "swap" if target["name"] in loaded else "load"
     return target
 
 

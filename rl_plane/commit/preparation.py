@@ -62,8 +62,8 @@ def end_other_session(
             retry_after_s=1.0,
             fix="complete it, abort it, or wait until its idle limit ends it",
         )
+    yield EndSession("clear")  # first: what a session names should stay staged
     yield from abort(state, session.update_id, "clear")
-    yield EndSession("clear")
     return None
 
 

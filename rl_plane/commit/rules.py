@@ -216,14 +216,13 @@ def needs_of(update_id: str, counted: Iterable[str], policy: UpdatePolicy) -> Ne
 
 
 def is_lost(session: UpdateSession, policy: UpdatePolicy, seen: Surveyed) -> bool:
-    """Reports whether the session can't be completed any more: too many of its listening workers have left or
-    failed."""
+    """Reports whether the session can't be completed any more: too many of its workers have left or failed."""
     failed = {
         reply.instance_id for reply in seen.reports if reply.ok and reply.body["failed"] == session.update_id
     }
-    listening = still_there(session.prepared, seen.members).keys() - failed
+    ready = still_there(session.prepared, seen.members).keys() - failed
     needed = len(session.prepared) if policy.on_prepare_failure == "abort" else policy.min_ready
-    return session.listening and len(listening) < needed
+    return len(ready) < needed
 
 
 def too_few(ready: int, policy: UpdatePolicy) -> UpdateAborted:

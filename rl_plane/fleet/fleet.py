@@ -47,6 +47,7 @@ from rl_plane.fleet.fleet_replies import (
     adapters_of,
     change_error,
     common,
+    error_in,
     facts_of,
     group_places,
     head,
@@ -179,8 +180,15 @@ class Fleet:
         if len(calls) > 1 and spec.method == "POST":
             for call in calls:
                 await members_of(call)
-        replies = [with_pipeline_stages(call, await handler(call)) for call in calls]
         names = [call.view.subjects.component for call in calls]
+        replies: list[dict[str, Any]] = []
+        for name, call in zip(names, calls, strict=True):
+            try:
+                replies.append(with_pipeline_stages(call, await handler(call)))
+            except PlaneError as error:
+                if len(calls) == 1:
+                    raise
+                raise error_in(name, error, names[: len(replies)], replies) from error
         return replies[0] if len(replies) == 1 else join(names, replies)
 
     async def _ask(

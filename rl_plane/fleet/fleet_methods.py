@@ -443,7 +443,7 @@ class FleetMethods:
             update_id: The prepared update. None: the update that waits.
 
         Raises:
-            NotPrepared: no update is prepared.
+            UpdateAborted: no update is prepared.
         """
         body = _given(version=version, update_id=update_id, **select)
         return FleetRequest("label_weights_update", body)
@@ -469,8 +469,8 @@ class FleetMethods:
             kv: Replaces the policy's `kv`. None: as it was prepared.
 
         Raises:
-            NotPrepared: no update is prepared.
-            UpdateAborted: a worker has not received the weights; the fleet serves the version before.
+            UpdateAborted: no update is prepared, or a worker has not received the weights. The fleet serves the version
+                before.
         """
         body = _given(
             update_id=update_id, version=version, digest=digest, num_buckets=num_buckets, kv=kv, **select

@@ -203,6 +203,14 @@ def group_places(snapshot: Snapshot, body: Mapping[str, Any]) -> dict[str, Any]:
     return {"world_size": size, "rank_offsets": offsets, **ranks}
 
 
+def error_in(name: str, error: PlaneError, done: Sequence[str], replies: Sequence[dict[str, Any]]) -> PlaneError:
+    """The error of a call over several components that failed in the component `name`. It also has the rows of the
+    components that were `done` before."""
+    mine = [{"component": name, **row} for row in error.facts.get("workers", ())]
+    rows = [*join(done, replies)["workers"], *mine]
+    return type(error)(f"{name}: {error.message}", **{**error.facts, "component": name, "workers": rows})
+
+
 def join(names: Sequence[str], replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The replies of several components as one: their rows one after another, their heads by name."""
     rows = [

@@ -19,7 +19,7 @@ from frontend.served_component import ServedComponent
 from frontend.server.options import FrontendOptions
 from rl_plane.bus.state_store import read_frontends
 from rl_plane.cli import main
-from rl_plane.errors import Unavailable
+from rl_plane.errors import InvalidRequest, Locked, Unavailable
 from rl_plane.protocol.subjects import Subjects
 from tests.conftest import Plane
 from tests.support.component_fleets import BOUND_S, LONG, Fleets, labels, ready, serving
@@ -135,6 +135,24 @@ async def test_an_abort_of_one_component_leaves_the_other_alone(fleets: Fleets) 
         seen = len(reference.tokens)
         await reference.until(lambda it: len(it.tokens) > seen + 5)
         await fleets.end(reference, "reference")
+
+
+async def test_an_op_that_fails_in_one_component_tells_what_it_has_done_in_the_others(fleets: Fleets) -> None:
+    client = await fleets.policy.client()
+    (done,), (failed,) = fleets.policy.spawned, fleets.reference.spawned
+    both = ["policy", "reference"]
+    async with client.lock(await client.view("reference")):
+        with pytest.raises(Locked) as caught:
+            await client.run("pause", {"component": both})
+    assert caught.value.facts["component"] == "reference"
+    (row,) = caught.value.facts["workers"]
+    assert (row["component"], row["instance_id"], row["status"]) == ("policy", done.instance_id, "ok")
+    await client.run("check_weights", {"component": "policy", "action": "snapshot"})
+    with pytest.raises(InvalidRequest, match=r"reference: .*no snapshot") as refused:
+        await client.run("check_weights", {"component": both, "action": "compare"})
+    assert refused.value.facts["component"] == "reference"
+    rows = [(row["component"], row["instance_id"], row["status"]) for row in refused.value.facts["workers"]]
+    assert rows == [("policy", done.instance_id, "ok"), ("reference", failed.instance_id, "error")]
 
 
 async def test_a_component_without_a_worker_fails_its_own_requests_only(fleets: Fleets) -> None:

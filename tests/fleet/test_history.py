@@ -208,6 +208,19 @@ async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
     assert (await one.run("update_weights", body, "id-1"))["version"] == entry["version"]
 
 
+async def test_a_repeated_prepare_keeps_the_beginning_of_its_entry(plane: Plane) -> None:
+    client = await plane.client()
+    plane.spawn()
+    body = update_of(plane.model(1))
+    prepared = await client.run("prepare_weights_update", body, "id-1")
+    first = (await told(client))[0]
+    assert (first["label"], first["outcome"]) == ("1", "prepared")
+    assert first["began_at"] > 1e9
+    again = await (await plane.client("another")).run("prepare_weights_update", body, "id-1")
+    assert again["digest"] == prepared["digest"]
+    assert (await told(client))[0] == first
+
+
 async def test_a_repeated_call_asks_the_workers_about_an_opened_update_without_an_entry(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

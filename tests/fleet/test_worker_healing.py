@@ -13,6 +13,7 @@ import pytest
 
 from rl_plane.bus.token_stream import CREDIT_INTERVAL_S, StreamReceiver
 from rl_plane.errors import InvalidRequest, PlaneError, WorkerLost
+from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, PAUSE
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.faults import Stream
 from tests.support.fleet_updates import generated
@@ -23,7 +24,8 @@ from worker.exit_codes import MODEL_CHANGED
 from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
-    from tests.conftest import Plane
+    from rl_plane.client import RlClient
+    from tests.conftest import Plane, Spawned
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -308,6 +310,57 @@ async def test_a_worker_that_was_away_does_as_the_fleet_does_when_it_is_back(pla
             return [row.body.get("pause_state") for row in rows] == [wanted, wanted]
 
         await plane.until(all_do, 30)
+
+
+async def joined_again(plane: Plane, client: RlClient, worker: Spawned) -> None:
+    """Stops a worker until the fleet has dropped it, and returns when it has read again what the fleet is asked to
+    do."""
+    view, state = await client.view(), client.subjects().state
+    worker.stop()
+    assert await view.wait_until(lambda now: len(now) == 1, 40)
+    disabled = ADMISSION_PREFIX + worker.instance_id
+    await client.bus.put(state, disabled, DISABLED)  # it reads this first
+    worker.go_on()
+    await client.wait_for(2, 20)
+
+    async def has_read() -> bool:
+        return "disabled" in (await state_of(client, worker.instance_id))["admission"]["reasons"]
+
+    await plane.until(has_read, 30)
+    await client.run("enable", {"workers": [worker.instance_id]})
+    await client.run("flush_cache", {"workers": [worker.instance_id]})  # waits until it has also done what it read
+
+
+async def pauses(client: RlClient, *ids: str) -> list[str]:
+    return [(await state_of(client, one))["pause_state"] for one in ids]
+
+
+async def test_a_worker_that_was_away_keeps_what_a_newer_call_has_asked_of_it_by_name(plane: Plane) -> None:
+    client = await plane.client()
+    one, two = plane.spawn_many(2)
+    await client.wait_for(2)
+    ids = one.instance_id, two.instance_id
+    await client.run("pause")
+    await client.run("resume")
+    await client.run("pause", {"workers": [two.instance_id]})
+    await joined_again(plane, client, two)
+    assert await pauses(client, *ids) == ["running", "paused"]
+    await client.run("pause")
+    await client.run("resume", {"workers": [two.instance_id]})
+    await joined_again(plane, client, two)
+    assert await pauses(client, *ids) == ["paused", "running"]
+
+
+async def test_a_paused_worker_does_not_resume_when_the_store_has_lost_the_pause(plane: Plane) -> None:
+    client = await plane.client()
+    _, two = plane.spawn_many(2)
+    await client.wait_for(2)
+    await client.run("pause")
+    entry = await client.bus.get(client.subjects().state, PAUSE)
+    assert entry is not None
+    await client.bus.purge(client.subjects().state, PAUSE, entry.sequence)
+    await joined_again(plane, client, two)
+    assert await pauses(client, two.instance_id) == ["paused"]
 
 
 NO_PAUSE = """

@@ -630,16 +630,16 @@ MUTANTS = [
     Mutant(
         "rules: a session is never lost",
         "rl_plane/commit/rules.py",
-        "    return session.listening and len(listening) < needed",
+        "    return len(ready) < needed",
         "    return False",
-        SESSIONS + "a_pushed_session_that_no_worker_can_receive_does_not_lock_the_fleet",
+        SESSIONS + "a_pushed_session_that_can_not_be_completed_does_not_lock_the_fleet",
     ),
     Mutant(
         "rules: any session is lost",
         "rl_plane/commit/rules.py",
-        "    return session.listening and len(listening) < needed",
-        "    return len(listening) < len(session.prepared)",
-        SESSIONS + "a_pushed_session_that_no_worker_can_receive_does_not_lock_the_fleet",
+        "    return len(ready) < needed",
+        "    return len(ready) < len(session.prepared)",
+        SESSIONS + "a_pushed_session_that_can_not_be_completed_does_not_lock_the_fleet",
     ),
     Mutant(
         "rules: each worker that answers serves it",

@@ -205,12 +205,14 @@ class OpHandlers:
         async with self.changes.turn(fence):
             flushed = await self.changes.pause(body.mode, body.clear_cache)
             self.core.state.pause(body.mode, time.monotonic(), body.lease_s)
+            self.core.state.pause_fence = fence
         self.tell()
         return worker_ops.PauseReply(pause_state="paused", cache_flushed=flushed)
 
     async def _resume(self, body: validation.Empty, fence: int) -> worker_ops.PauseReply:
         async with self.changes.turn(fence):
             await self.changes.resume()
+            self.core.state.pause_fence = fence
         self.tell()
         return worker_ops.PauseReply(pause_state="running", cache_flushed=False)
 

@@ -53,6 +53,10 @@ class CoordinatorCalls:
         request = request.with_own_model(self._model)
         if not request.in_place:
             return await self._updates.prepare(request, fence)
+        healing = self._updates.receiving
+        if healing is not None and healing.fence is None:
+            # It may have the turn until it ends, and what it fetches is not wanted any more.
+            await self._updates.give_up(healing.update_id)
         async with self._changes.turn(fence):
             self._core.state.check_weights_here()
             return await self._changes.overwrite(request, fence, request.pause_mode, None)

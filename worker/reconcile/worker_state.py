@@ -114,6 +114,8 @@ class WorkerState:
     """The mode in which generation is paused. None: it runs."""
     pause_until: float = 0.0
     """Monotonic seconds at which the pause's lease ends."""
+    pause_fence: int = 0
+    """The fence of the last call that paused or resumed this worker. 0: there was none."""
     lease: ServingLease = field(default_factory=ServingLease)
     """The worker admits requests while this lease holds. In monotonic seconds."""
     released: set[str] = field(default_factory=set)

@@ -24,7 +24,7 @@ from rl_plane.protocol import update_requests, validation
 from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.fleet_reply_types import PastUpdate
 from rl_plane.protocol.record import DecisionRecord, UpdateSession, VersionSource
-from rl_plane.protocol.update_requests import SHOWN_AS_ASKED, UpdateWeights
+from rl_plane.protocol.update_requests import SHOWN_AS_ASKED, BaseTarget, UpdateWeights
 from rl_plane.protocol.versions import WeightVersion
 
 if TYPE_CHECKING:
@@ -191,9 +191,14 @@ def test_a_rollback_takes_the_source_of_its_entry_or_the_models_path() -> None:
         source_of(replace(entry, refetchable=False), [])
 
 
+def test_a_rollback_of_the_base_keeps_the_adapters_that_are_loaded_now() -> None:
+    dropped = replace(committed(1), target={"kind": "base", "adapters": "drop"})
+    for entry in (committed(1), dropped):
+        assert BaseTarget.model_validate(target_of(entry, ["a"])).adapters == "keep"
+
+
 def test_an_adapter_is_rolled_back_by_loading_or_swapping_it() -> None:
     loaded = replace(committed(1), target={"kind": "lora", "op": "load", "name": "a"})
-    assert target_of(committed(1), ["a"])["kind"] == "base"
     assert target_of(loaded, []) == {"kind": "lora", "op": "load", "name": "a"}
     assert target_of(loaded, ["a"])["op"] == "swap"
     with pytest.raises(Conflict):

@@ -279,7 +279,7 @@ def test_a_worker_that_left_after_it_listened_is_not_asked_to_prepare() -> None:
         ({"on_prepare_failure": "exclude", "min_ready": 3}, "a", "", True),
     ],
 )
-def test_a_pushed_session_that_no_worker_can_receive_does_not_lock_the_fleet(
+def test_a_pushed_session_that_can_not_be_completed_does_not_lock_the_fleet(
     policy: dict[str, Any], failed: str, gone: str, lost: bool
 ) -> None:
     noted = replace(HEARS, update_id="before", body=body(transport=PUSH, policy=policy).model_dump())
@@ -292,6 +292,18 @@ def test_a_pushed_session_that_no_worker_can_receive_does_not_lock_the_fleet(
     driver.outcome()
     assert driver.phases == ["survey", "clear", "clear", *WHOLE[1:]]
     assert driver.one(SendOp, "clear").body == {"update_id": "before"}
+
+
+def test_a_staged_session_that_can_not_be_completed_does_not_lock_the_fleet() -> None:
+    driver = with_session(update(), replace(SESSION, update_id="before"))
+    driver.members = {**MEMBERS, "a": "another"}
+    driver.outcome()
+    assert driver.phases == ["survey", "clear", "clear", *WHOLE[1:]]
+    assert driver.one(SendOp, "clear").body == {"update_id": "before"}
+    driver = with_session(update(), replace(SESSION, update_id="before"), clear=LOST)
+    driver.members = {**MEMBERS, "a": "another"}
+    driver.error(type(LOST))
+    assert not driver.all(SendOp), "what it names stays staged: it may be completed"
 
 
 def test_a_worker_that_joins_after_the_push_began_aborts_it_or_is_excluded() -> None:

@@ -62,6 +62,19 @@ def updates_of(engine: Any) -> WeightUpdates:
     return WeightUpdates(engine, info, engine, lambda staged: None, lambda: None)
 
 
+def calls_of(changes: Any, updates: WeightUpdates) -> CoordinatorCalls:
+    async def read() -> None:
+        pass
+
+    core: Any = SimpleNamespace(
+        state=SimpleNamespace(check_fence=lambda fence: None, check_weights_here=lambda: None, adapters={}),
+        check_undecided=lambda update_id: None,
+    )
+    record: Any = SimpleNamespace(read=read)
+    updates.check = lambda *_: None  # type: ignore[method-assign]
+    return CoordinatorCalls(core, record, changes, updates, Transport(backend="road"), lambda: None)
+
+
 @pytest.fixture(autouse=True)
 async def bound() -> AsyncIterator[None]:
     async with asyncio.timeout(BOUND_S):
@@ -115,17 +128,8 @@ async def test_an_abort_reaches_an_update_in_place_that_waits_for_its_turn(abort
         def look(self) -> None:
             pass
 
-    async def read() -> None:
-        pass
-
-    core: Any = SimpleNamespace(
-        state=SimpleNamespace(check_fence=lambda fence: None, check_weights_here=lambda: None, adapters={}),
-        check_undecided=lambda update_id: None,
-    )
-    record: Any = SimpleNamespace(read=read)
-    updates, changes = updates_of(engine), Changes()
-    updates.check = lambda *_: None  # type: ignore[method-assign]
-    calls = CoordinatorCalls(core, record, changes, updates, Transport(backend="road"), lambda: None)  # type: ignore[arg-type]
+    updates = updates_of(engine)
+    calls = calls_of(Changes(), updates)
     prepare = asyncio.create_task(calls.prepare(named_request("u", ROAD, in_place=True).request, 1))
     await waits.wait()
     assert await calls.abort(AbortUpdate(update_id=aborted), 1) == {"discarded": False}
@@ -139,6 +143,38 @@ async def test_an_abort_reaches_an_update_in_place_that_waits_for_its_turn(abort
     with pytest.raises(UpdateAborted, match="before it began"):
         await prepare
     assert not engine.opened
+
+
+async def test_a_heal_in_place_ends_when_the_next_update_in_place_comes() -> None:
+    """The heal changes the engine until it ends, so the update could not begin before."""
+    engine, changing = Engine(), asyncio.Lock()
+
+    class Changes:
+        @asynccontextmanager
+        async def turn(self, fence: int) -> AsyncIterator[None]:
+            async with changing:
+                yield
+
+        async def overwrite(self, request: ReceiveRequest, fence: int, mode: str, bound_s: None) -> PreparedReply:
+            engine.complete = True
+            return await updates.prepare(request, fence)
+
+    async def heal() -> None:
+        async with changing:
+            await updates.prepare(named_request("committed", ROAD, in_place=True).request)
+
+    updates = updates_of(engine)
+    calls = calls_of(Changes(), updates)
+    healing = asyncio.create_task(heal())
+    await engine.is_open.wait()
+    try:
+        async with asyncio.timeout(BOUND_S):
+            reply = await calls.prepare(named_request("u", ROAD, in_place=True).request, 1)
+        assert reply["digest"] == "d"
+    finally:
+        engine.complete = True
+    with pytest.raises(UpdateAborted, match="while it was received"):
+        await healing
 
 
 async def test_a_peer_is_not_blamed_for_an_update_that_is_in_the_way() -> None:
