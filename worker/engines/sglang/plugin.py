@@ -103,7 +103,10 @@ def send_in_order(channels: Any, *arguments: Any, **options: Any) -> Any:
 
 def _wait_while_paused(_: None, scheduler: Any) -> None:
     """Makes a paused scheduler wait for its next message as an idle one does (`sleep_on_idle`). SGLang's own loop would
-    take a core, and the interpreter from the agent's threads, which stage weights."""
+    take a core, and the interpreter from the agent's threads, which stage weights.
+
+    SGLang's watchdog ends the engine if the step that it sees here takes too long. A paused engine makes no step."""
+    scheduler.cur_batch_for_debug = None
     scheduler.maybe_sleep_on_idle()
 
 
