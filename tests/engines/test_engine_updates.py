@@ -369,6 +369,24 @@ async def test_running_requests_keep_their_kv_where_the_update_says_so(
     assert made != pytest.approx(anew, abs=LOGPROBS), "the test can distinguish kept KV from new KV"
 
 
+async def test_an_update_that_keeps_kv_works_with_every_pause_mode(engine: OffersMemory, models: Models) -> None:
+    await update(engine, models.tiny[1], 1)
+    prompt = prompt_of(7, CACHED_TOKENS)
+    modes: tuple[PauseMode, ...] = ("wait", "abort", "keep")
+    for sequence, mode in enumerate(modes, 2):
+        running = Run(engine, ask(prompt, max_tokens=40))
+        await running.reach(5)
+        path = models.tiny[1 + (sequence + 1) % 2]
+        staging, _ = await receive(engine, reception(path))
+        await engine.pause(mode, False)
+        waits = Run(engine, ask(prompt, logprobs=True))
+        assert await engine.swap(staging, version(sequence, path), keep_kv=True) is False
+        await engine.resume()
+        assert (await running.end()).finish == ("abort" if mode == "abort" else "length")
+        assert is_of(await waits.end(), path)
+        assert is_of(await run(engine, ask(prompt, logprobs=True)), path), "no prefix of the old weights"
+
+
 async def test_kept_kv_has_the_label_of_its_oldest_weights_until_it_is_computed_again(
     engine: OffersMemory, models: Models
 ) -> None:

@@ -13,11 +13,12 @@ import pytest
 from rl_plane.errors import InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.structured_output import FormKind, StructuredOutput, grammar_of_choices
-from tests.support.engine_kinds import OffersMemory
+from tests.support.engine_kinds import SGLANG, OffersMemory
 from tests.support.engine_models import LOGPROBS, Models, is_of, kind, models
-from tests.support.engine_runs import Run, ask, run, update
+from tests.support.engine_runs import Run, ask, load_adapter, receive, reception, run, update, version
 from tests.support.reference import logprobs_of
 from tests.support.shared_engine import engine, prompt_of, scratch, shared
+from worker.engines.base import PauseMode
 from worker.testing.tiny_model import VOCAB_SIZE
 
 __all__ = ["engine", "kind", "models", "scratch", "shared"]
@@ -43,6 +44,9 @@ TAG = {
 }
 AMBIGUOUS = 'root ::= a a a a a a a a\na ::= "" | [a-z] a a a a'
 """The work for one token of its texts grows with each token."""
+PAUSES: tuple[PauseMode, ...] = ("keep", "abort")
+SLOW_PARTS = 2000
+"""The alternatives of a form that takes an engine seconds to compile."""
 TEXTS: dict[FormKind, tuple[str, str]] = {
     "json_schema": (json.dumps(PERSON), r'\{\s*"name":\s*"(Ada|Grace)",\s*"born".*\}'),
     "regex": (r"[a-f]{6}-[0-9]{4}", r"[a-f]{6}-[0-9]{4}"),
@@ -50,6 +54,16 @@ TEXTS: dict[FormKind, tuple[str, str]] = {
     "structural_tag": (json.dumps(TAG), "<call>"),
 }
 """Kind of form → the form, and what its texts match."""
+
+ONLY_SGLANG = pytest.mark.parametrize(
+    "kind", [pytest.param(SGLANG, marks=pytest.mark.engines("sglang"), id="sglang")], indirect=True, scope="module"
+)
+"""vLLM gets a request when its form has been checked, so a test can't know how far the engine is."""
+
+
+def slow_regex(number: int) -> str:
+    """A form that takes an engine seconds to compile. Forms of different numbers differ, so none is in a cache."""
+    return "|".join(f"{number}{place * 7919 % 100003}[a-f]{{1,3}}{place}" for place in range(SLOW_PARTS))
 
 
 def formed(kind: FormKind, text: str, prompt: list[int], **more: Any) -> GenerateRequest:
@@ -115,6 +129,29 @@ async def test_an_update_leaves_a_running_text_its_form(engine: OffersMemory, mo
         assert result.finish == "stop"
         assert re.fullmatch("[a-f]{400}", result.text)
         assert [span.sequence for span in result.spans] == [1, 2]
+
+
+@ONLY_SGLANG
+async def test_a_form_that_is_compiled_holds_up_no_change_of_a_paused_engine(
+    engine: OffersMemory, models: Models
+) -> None:
+    for number, mode in enumerate(PAUSES):
+        await update(engine, models.tiny[1], 1)
+        await load_adapter(engine, "x", models.adapters[1])
+        staging, _ = await receive(engine, reception(models.tiny[2]))
+        slow = [
+            Run(engine, formed("regex", slow_regex(2 * number + index), prompt_of(number, 9), adapter=adapter))
+            for index, adapter in enumerate((None, "x"))
+        ]
+        await run(engine, ask([3], max_tokens=1))  # the engine has the others, too, when it has answered
+        await engine.pause(mode, False)
+        assert await engine.swap(staging, version(2, models.tiny[2]))
+        assert await engine.flush_cache()
+        await engine.swap_adapter("x", None, None)
+        assert not any(one.result.tokens for one in slow), "the forms were compiled at the pause"
+        await engine.resume()
+        assert [(await one.end()).finish for one in slow] == ["stop" if mode == "keep" else "abort", "abort"]
+        assert [span.sequence for span in (await run(engine, ask([3], max_tokens=1))).spans] == [2]
 
 
 async def test_bad_forms_are_refused_and_leave_the_engine_as_it_was(engine: OffersMemory, models: Models) -> None:

@@ -234,6 +234,7 @@ def test_sglangs_arguments_are_parsed_and_wrong_ones_refused(written: Callable[[
         "model: /x": "--model",
         "kv-cache-dtype: int3": "not known",
         "hicache-storage-backend: file": "outlive an update",
+        "stream-interval: 4": "label of new ones",
     }
     check_refusals(parse_arguments, written, bad)
 

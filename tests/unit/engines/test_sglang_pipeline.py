@@ -195,3 +195,10 @@ def test_a_paused_scheduler_waits_for_its_next_message(hooks: dict[str, Any]) ->
     scheduler = SimpleNamespace(maybe_sleep_on_idle=lambda: waits.append("waits"))
     hooks["after _record_scheduler_state_for_paused_engine"](None, scheduler)
     assert waits == ["waits"]
+
+
+def test_a_paused_scheduler_shows_no_step_to_the_watchdog(hooks: dict[str, Any]) -> None:
+    """The watchdog would end the engine: the step that it saw last makes no progress."""
+    scheduler = SimpleNamespace(maybe_sleep_on_idle=lambda: None, cur_batch_for_debug=batch_of("a"))
+    hooks["after _record_scheduler_state_for_paused_engine"](None, scheduler)
+    assert scheduler.cur_batch_for_debug is None

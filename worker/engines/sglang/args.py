@@ -60,6 +60,7 @@ OURS = {
     "served_model_name": "use --model-name",
     "skip_tokenizer_init": "the worker makes the text",
     "speculative_algorithm": "weight updates would not reach the draft model",
+    "stream_interval": "leave it out: tokens of old weights that SGLang holds back would get the label of new ones",
     "tokenizer_path": "the model's own is used",
     "tokenizer_worker_num": "the worker makes the tokens",
     "weight_cache_mode": OTHER_COPIES,

@@ -34,6 +34,7 @@ def register() -> None:
 
     from worker.engines.common.shared_names import delete_name_of_ring
     from worker.engines.sglang.controller import answer_by_agent, end_with_replica, open_loads
+    from worker.engines.sglang.flushing import abort_at_once, flush_at_once
     from worker.engines.sglang.logits import sample_with_raw_logprobs, tell, telling
     from worker.engines.sglang.pipeline import (
         choose_next_batch,
@@ -48,6 +49,8 @@ def register() -> None:
     HookRegistry.register(f"{scheduler}.handle_rpc_request", answer_by_agent, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.get_next_batch_to_run", choose_next_batch, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.pause_generation", pause_all_batches, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.flush_cache", flush_at_once, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.abort_request", abort_at_once, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.on_idle", idle_while_paused, HookType.AROUND)
     HookRegistry.register(f"{scheduler}._collect_inflight_batches", with_waiting_batches, HookType.AFTER)
     HookRegistry.register(
@@ -100,7 +103,10 @@ def send_in_order(channels: Any, *arguments: Any, **options: Any) -> Any:
 
 def _wait_while_paused(_: None, scheduler: Any) -> None:
     """Makes a paused scheduler wait for its next message as an idle one does (`sleep_on_idle`). SGLang's own loop would
-    take a core, and the interpreter from the agent's threads, which stage weights."""
+    take a core, and the interpreter from the agent's threads, which stage weights.
+
+    SGLang's watchdog ends the engine if the step that it sees here takes too long. A paused engine makes no step."""
+    scheduler.cur_batch_for_debug = None
     scheduler.maybe_sleep_on_idle()
 
 

@@ -267,8 +267,11 @@ class VllmEngine(RankEngine[VllmProcess]):
         """With `keep_kv`, the prefix cache stays too: see `kept_kv`. Otherwise all running requests compute their KV
         again, since vLLM drops the prefix cache only together with theirs."""
         before = self._state
+        keep_kv = keep_kv and before.base is not None
         try:
             self._check_paused()
+            if keep_kv:
+                await self._freeze()  # vLLM's other pauses let requests take KV meanwhile
             await asyncio.to_thread(self.ranks.take, staging)
             await asyncio.to_thread(self.host.take, staging)
         except BaseException:
@@ -277,7 +280,7 @@ class VllmEngine(RankEngine[VllmProcess]):
         await self._forget_base()
         await self._loaded(staging, await self.process.on_ranks("rl_plane_swap"))
         await self._add_loras()
-        kept = await self._keep_kv() if keep_kv and before.base is not None else None
+        kept = await self._keep_kv() if keep_kv else None
         flushed = kept is None and await self._flush(stale=True)
         await self._name_state(version, self._adapter_versions())
         if kept:
