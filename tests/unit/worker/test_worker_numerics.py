@@ -21,6 +21,7 @@ RIGHT: Vectors = ((-1.0, -2.0),)
 WRONG: Vectors = ((-1.0, -7.0),)
 CANARY = CanaryRecord(SEQUENCES)
 TRAINED = replace(CANARY, expected=RIGHT)
+OVERRULED = replace(CANARY, references={KIND: WRONG}, overruled="every worker failed the canary")
 
 
 def version(sequence: int) -> WeightVersion:
@@ -86,6 +87,19 @@ def test_tokens_of_weights_that_miss_the_trainers_values_do_not_go_out() -> None
         core.numerics.delivers(0)
     core.learnt(record(1, open=True), 12, 0.0)
     assert "numerics" in closed(core), "it is open for the others"
+
+
+def test_a_worker_whose_failure_is_overruled_delivers_the_tokens_of_new_requests() -> None:
+    core = serving()
+    before = core.numerics.cuts
+    swapped(core, record(1))
+    scored(core, WRONG)
+    assert core.numerics.flow == "cut"
+    core.learnt(record(1, OVERRULED, open=True), 12, 0.0)
+    assert closed(core) == set()
+    assert core.numerics.delivers(core.numerics.cuts)
+    with pytest.raises(WrongNumerics):
+        core.numerics.delivers(before)
 
 
 def test_with_nothing_to_compare_with_tokens_wait_for_the_other_workers() -> None:
