@@ -61,8 +61,7 @@ def open_record(state: CommandState, record: DecisionRecord) -> Generator[Instru
     opened: Written = yield Write("open", opened_record(state, record))
     canary, settlement = opened.record.canary, state.settlement
     # Scores that are served in spite of a failure (`warn`) are no measure for the time when this version returns.
-    passed = settlement is not None and settlement.action == "open" and not settlement.warning
-    if canary is not None and passed:
+    if canary is not None and settlement is not None and settlement.passed:
         digest = record.version.digest
         yield SaveCanaryHistory(state.seen.history.with_values(digest, canary.sequences, canary.references))
     return opened

@@ -44,9 +44,11 @@ def roll(
         state.settlement, evaluated = settled(record, replies)
         if goes_back(record, state.settlement):
             return evaluated  # the other workers still serve the version before
-        if state.settlement is not None and state.settlement.record != record.canary:
+        verdict = state.settlement
+        # If every worker so far has failed, that is no verdict for the next one: it may compute correctly.
+        if verdict is not None and verdict.passed and verdict.record != record.canary:
             # The next worker serves at once, so it compares its scores with those of the first workers.
-            decided = yield Write("open", replace(record, canary=state.settlement.record))
+            decided = yield Write("open", replace(record, canary=verdict.record))
             record = decided.record
     state.settlement, replies = settled(record, replies)
     opened = yield from open_record(state, record)

@@ -357,10 +357,11 @@ async def test_exclude_leaves_a_version_that_all_miss_unserved(plane: Plane) -> 
     assert reply["excluded"] == []
 
 
-async def test_warn_serves_a_version_that_all_miss(plane: Plane) -> None:
+@pytest.mark.parametrize("barrier", ["strict", "rolling"])
+async def test_warn_serves_a_version_that_all_miss(plane: Plane, barrier: str) -> None:
     fleet, workers = await fleet_of(plane, 2)
     canary = {"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
-    body = update_of(plane.model(2), "two", canary=canary, on_canary_failure="warn")
+    body = update_of(plane.model(2), "two", canary=canary, on_canary_failure="warn", barrier=barrier)
     reply = await fleet.run("update_weights", body)
     assert (reply["canary"]["action"], reply["canary"]["failed"], reply["excluded"]) == ("open", 2, [])
     assert "every worker failed the canary" in reply["canary"]["warning"]

@@ -539,6 +539,27 @@ MUTANTS = [
         "            pass\n",
         UPDATE_CANARY + "a_rolling_update_that_fails_its_canary_reaches_only_the_first_worker",
     ),
+    Mutant(
+        "canary: a first worker that failed judges the next ones of a rolling update",
+        "rl_plane/commit/rolling.py",
+        "verdict is not None and verdict.passed and verdict.record",
+        "verdict is not None and verdict.record",
+        UPDATE_CANARY + "in_a_rolling_update_with_warn_the_first_failed_workers_do_not_judge_the_next_ones",
+    ),
+    Mutant(
+        "canary: a worker drops weights that the roll may still serve",
+        "worker/reconcile/worker_core.py",
+        "            or self._may_be_overruled()\n            or state.digest",
+        "            or state.digest",
+        NUMERICS + "a_worker_keeps_failed_weights_while_a_rolling_update_may_still_serve_them_all_the_same",
+    ),
+    Mutant(
+        "canary: a worker whose failure is overruled delivers nothing",
+        "worker/reconcile/numerics.py",
+        '        if self.flow == "cut":  # the record',
+        "        if False:  # the record",
+        NUMERICS + "a_worker_whose_failure_is_overruled_delivers_the_tokens_of_new_requests",
+    ),
     # ---- rl_plane/commit/sessions.py ----
     Mutant(
         "session: complete decides twice",

@@ -25,7 +25,7 @@ from rl_plane.errors import (
     PlaneError,
     Unsupported,
 )
-from rl_plane.protocol.canary import engine_kind
+from rl_plane.protocol.canary import CanaryRecord, engine_kind
 from rl_plane.protocol.record import (
     DecisionRecord,
 )
@@ -43,6 +43,7 @@ from tests.support.update_machine import (
     Driver,
     bad,
     body,
+    lora,
     ok,
     report,
     serving,
@@ -65,10 +66,17 @@ def scored(*values: float) -> Callable[[SendOp], Answered]:
 
 
 def with_canary(commit: Any, base: DecisionRecord = R0, on_failure: str = "rollback", **answers: Any) -> Driver:
-    policy = {"canary": CANARY, "on_canary_failure": on_failure, "barrier": answers.pop("barrier", "strict")}
+    canary, barrier = answers.pop("canary", CANARY), answers.pop("barrier", "strict")
+    policy = {"canary": canary, "on_canary_failure": on_failure, "barrier": barrier}
     driver = Driver(update(policy=policy), base, **{"commit": commit, "roll": commit, **answers})
     driver.reports = [report(key, base, canary={"vocab_size": 10, "max_model_len": 10}) for key in MEMBERS]
     return driver
+
+
+def written(driver: Driver) -> list[CanaryRecord]:
+    """The canary of each record that was written."""
+    canaries = [one.record.canary for one in driver.all(Write)]
+    return [one for one in canaries if one is not None]
 
 
 BACK = [*WHOLE[:6], "decide", "gate", "commit", "open", "open", "watch"]
@@ -122,6 +130,56 @@ def test_a_rolling_update_that_fails_its_canary_reaches_only_the_first_worker() 
     driver.error(CanaryFailed)
     assert [list(one.workers) for one in driver.all(SendOp, "roll")] == [["a"]]
     assert driver.all(Write, "decide")[1].record.version.digest == V0.digest
+
+
+@pytest.mark.parametrize("values", [(-5.0, -1.0, -1.0), (-5.0, -5.0, -1.0)])
+def test_in_a_rolling_update_with_warn_the_first_failed_workers_do_not_judge_the_next_ones(
+    values: tuple[float, ...],
+) -> None:
+    right = "".join(key for key, one in zip("abc", values, strict=True) if one == -1.0)
+    driver = with_canary(scored(*values), on_failure="warn", barrier="rolling", watch=serving(right))
+    outcome = driver.outcome()
+    assert outcome.excluded == [key for key in "abc" if key not in right]
+    assert outcome.canary is not None
+    assert "warning" not in outcome.canary
+    assert [one.expected for one in written(driver)] == [((-1.0, -2.0),)] * len(driver.all(Write))
+    history = driver.one(SaveCanaryHistory).history
+    assert history.values(NEW, ((1, 2, 3),)) == {KIND: ((-1.0, -2.0),)}
+
+
+def test_a_rolling_update_that_every_worker_fails_is_served_with_a_warning_if_the_policy_says_so() -> None:
+    driver = with_canary(scored(-5.0, -5.0, -5.0), on_failure="warn", barrier="rolling")
+    outcome = driver.outcome()
+    assert outcome.excluded == []
+    assert outcome.canary is not None
+    assert outcome.canary["failed"] == 3
+    assert "every worker failed the canary" in outcome.canary["warning"]
+    *before, last = (one.overruled for one in written(driver))
+    assert not any(before)
+    assert last
+    assert not driver.all(SaveCanaryHistory), "values that failed are no measure for later"
+
+
+def test_an_adapter_over_weights_whose_failure_was_overruled_saves_none_of_their_values() -> None:
+    first = with_canary(scored(-5.0, -5.0, -5.0), on_failure="warn")
+    warned = first.outcome()
+    base = replace(first.all(Write)[-1].record, update_id="u8")
+    driver = Driver(lora("load"), base, commit=scored(-5.0, -5.0, -5.0))
+    outcome = driver.outcome()
+    assert not driver.all(SaveCanaryHistory)
+    assert outcome.canary is not None
+    assert warned.canary is not None
+    assert outcome.canary["warning"] == warned.canary["warning"]
+
+
+def test_a_first_worker_without_a_usable_value_does_not_fail_the_next_ones() -> None:
+    unusable = Answered([ok("a", canary={"kind": KIND, "vectors": None})])
+    rolls = [unusable, scored(-1.0, -1.0, -1.0)]
+    driver = with_canary(rolls, on_failure="exclude", barrier="rolling", canary={"sequences": [[1, 2, 3]]})
+    outcome = driver.outcome()
+    assert outcome.canary is not None
+    assert (outcome.canary["scored"], outcome.canary["failed"]) == (3, 1)
+    assert not any(one.undecided for one in written(driver))
 
 
 def test_if_no_earlier_version_can_return_the_failed_one_stays_and_no_worker_serves_it() -> None:

@@ -222,6 +222,30 @@ def test_weights_that_fail_the_canary_are_fetched_again_a_few_times() -> None:
     assert core.state.digest is None, "an operator has it tried again"
 
 
+def test_a_worker_keeps_failed_weights_while_a_rolling_update_may_still_serve_them_all_the_same() -> None:
+    rolling = replace(record(1, open=True), rolling_from=record(0).held, on_canary_failure="warn")
+    overruled = replace(rolling.opened(), canary=OVERRULED)
+    for ended, dropped in ((overruled, False), (rolling.opened(), True)):
+        core = serving()
+        swapped(core, rolling)
+        scored(core, WRONG)
+        assert core.depends_on_coordinator()
+        assert not core.ticked(0.0)
+        assert closed(core) == {"numerics"}
+        core.learnt(ended, 12, 0.0)
+        assert core.ticked(0.0) == dropped
+
+
+def test_a_worker_heals_once_no_coordinator_is_left_that_could_overrule_its_failure() -> None:
+    core = serving()
+    swapped(core, replace(record(1, open=True), rolling_from=record(0).held, on_canary_failure="warn"))
+    scored(core, WRONG)
+    core.coordinator_holds(5, False, 1.0)
+    assert not core.ticked(1.0), "a frontend may take over"
+    core.coordinator_holds(5, False, 1.0 + TAKEOVER_S)
+    assert core.ticked(1.0 + TAKEOVER_S)
+
+
 def test_no_worker_heals_after_a_tie() -> None:
     core = serving()
     swapped(core, record(1, replace(CANARY, undecided=True), open=True))
