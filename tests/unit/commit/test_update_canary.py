@@ -65,7 +65,7 @@ def scored(*values: float) -> Callable[[SendOp], Answered]:
     return lambda ask: Answered([reply for reply in replies if reply.instance_id in ask.workers])
 
 
-def with_canary(commit: Any, base: DecisionRecord = R0, on_failure: str = "rollback", **answers: Any) -> Driver:
+def with_canary(commit: Any, /, base: DecisionRecord = R0, on_failure: str = "rollback", **answers: Any) -> Driver:
     canary, barrier = answers.pop("canary", CANARY), answers.pop("barrier", "strict")
     policy = {"canary": canary, "on_canary_failure": on_failure, "barrier": barrier}
     driver = Driver(update(policy=policy), base, **{"commit": commit, "roll": commit, **answers})
@@ -211,7 +211,8 @@ def test_a_rollback_decision_with_a_lost_answer_is_resolved_by_the_version_in_th
         assert driver.phases == [*BACK[:7], "resolve", *BACK[7:]]
         return
     driver.error(Conflict)
-    assert driver.phases == [*BACK[:7], "resolve", "watch"], "the next coordinator brings it back"
+    again = ["watch", "survey", "decide", "resolve"]
+    assert driver.phases == [*BACK[:7], "resolve", *again, "watch"], "the next coordinator brings it back"
 
 
 @pytest.mark.parametrize("why", [LOST, FENCED])
@@ -220,13 +221,64 @@ def test_an_update_that_is_lost_before_its_canary_is_judged_is_left_to_the_next_
 ) -> None:
     driver = with_canary(why, watch=serving(""))
     driver.error(Conflict)
-    assert driver.phases == [*WHOLE[:6], "watch"]
+    again = [] if why is FENCED else ["watch", "survey", "gate", "commit"]
+    assert driver.phases == [*WHOLE[:6], *again, "watch"]
     driver = with_canary(scored(-1.0, -1.0, -1.0), open=[why, None])
     driver.outcome()
     assert driver.phases == [*WHOLE[:7], "watch", "open"]
     opened = driver.all(Write, "open")[-1].record
     assert opened.canary is not None
     assert opened.canary.references == {KIND: ((-1.0, -2.0),)}
+
+
+AGAIN = ["watch", "survey"]
+FINISHED = ["gate", "commit", "open"]
+
+
+@pytest.mark.parametrize("barrier", ["strict", "rolling"])
+@pytest.mark.parametrize("phase", ["gate", "commit"])
+def test_an_update_whose_verdict_an_outage_cuts_off_is_finished_by_its_own_call(barrier: str, phase: str) -> None:
+    swap = "roll" if barrier == "rolling" else "commit"
+    lost: dict[str, Any] = {"gate": [LOST, None]} if phase == "gate" else {swap: [LOST, scored(-5.0, -5.0, -5.0)]}
+    driver = with_canary(scored(-5.0, -5.0, -5.0), barrier=barrier, **lost)
+    error = driver.error(CanaryFailed)
+    assert error.facts["version"]["digest"] == V0.digest
+    before = [*WHOLE[:4], "gate", *([swap] if phase == "commit" else [])]
+    assert driver.phases == [*before, *AGAIN, "gate", "commit", "decide", *FINISHED, "open", "watch", "recheck"]
+    assert NEW not in [one.record.version.digest for one in driver.all(Write, "open")]
+    driver = with_canary(scored(-1.0, -1.0, -1.0), barrier=barrier, gate=[LOST, None])
+    outcome = driver.outcome()
+    assert outcome.canary is not None
+    assert outcome.canary["scored"] == 3
+    assert driver.phases == [*WHOLE[:5], *AGAIN, *FINISHED, "open", "open", "recheck", "watch"]
+
+
+def test_a_rolling_update_whose_way_back_is_lost_goes_back_and_asks_no_further_worker() -> None:
+    driver = with_canary(scored(-5.0, -1.0, -1.0), barrier="rolling", decide=[None, LOST, None])
+    driver.answers["resolve"] = [
+        lambda _: replace(driver.surveyed(), record=replace(driver.all(Write, "decide")[0].record, fence=FENCE))
+    ]
+    error = driver.error(CanaryFailed)
+    assert error.facts["version"]["digest"] == V0.digest
+    assert [list(one.workers) for one in driver.all(SendOp, "roll")] == [["a"]]
+    assert not [one for one in driver.all(SendOp, "commit") if one.workers]
+    assert NEW not in [one.record.version.digest for one in driver.all(Write, "open")]
+
+
+@pytest.mark.parametrize("why", [LOST, FENCED])
+def test_a_roll_that_is_lost_for_good_before_its_verdict_is_not_opened(why: PlaneError) -> None:
+    driver = with_canary(why, barrier="rolling", watch=serving(""))
+    driver.error(Conflict)
+    assert not driver.all(Write, "open"), "the next coordinator needs the version before"
+    driver = with_canary([scored(-5.0, -1.0, -1.0), why], on_failure="warn", barrier="rolling", commit=why)
+    driver.run()
+    assert not driver.all(Write, "open"), "the workers that are still to come may pass"
+
+
+def test_a_lost_roll_is_opened_once_a_worker_has_passed() -> None:
+    driver = with_canary([scored(-1.0, -1.0, -1.0), LOST], barrier="rolling")
+    driver.outcome()
+    assert driver.phases[-6:] == ["roll", "open", "roll", "open", "watch", "open"]
 
 
 def test_a_coordinator_that_finishes_a_version_that_all_workers_fail_returns_to_the_one_before() -> None:
