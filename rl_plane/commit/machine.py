@@ -169,10 +169,11 @@ def carry_out(
                 return (yield from answer(state, base, policy, replies, meant))
     may_open = not lacks_verdict(record, state.settlement)
     if may_open and record.rolling_from is not None:
-        yield from end_roll(record)
+        yield from end_roll(state, record)
     watched: Answered = yield Watch(record, max(policy.commit_timeout_s, LEASES_END_S))
     if may_open:
         try:
+            yield from keep_paused(state, record)
             yield Write("open", opened_record(state, record))
         except (BusUnreachable, StaleFence):
             pass  # the next holder of the lock opens it

@@ -36,6 +36,7 @@ def keep_paused(state: CommandState, record: DecisionRecord) -> Generator[Instru
         until = state.now + max(state.seen.pause.left_s(state.now), DEFAULT_PAUSE_LEASE_S)
         state.seen = replace(state.seen, pause=DesiredPause(True, record.pause_mode, until))
         yield SavePause(state.seen.pause)
+        state.seen = replace(state.seen, pause_written=record.fence)
 
 
 def wait_for_leases(acks: RecordAcks) -> Generator[Instruction, Any, None]:

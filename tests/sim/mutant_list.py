@@ -491,6 +491,20 @@ MUTANTS = [
         UPDATE_CANARY + "a_rolling_update_whose_way_back_is_lost_goes_back_and_asks_no_further_worker",
     ),
     Mutant(
+        "update: a pause that is lost is not saved before the record is final",
+        "rl_plane/commit/machine.py",
+        "            yield from keep_paused(state, record)\n            yield Write",
+        "            yield Write",
+        MACHINE + "a_pause_whose_write_is_lost_is_saved_before_the_record_is_final",
+    ),
+    Mutant(
+        "update: a pause that is lost is not saved before a roll ends",
+        "rl_plane/commit/rolling.py",
+        "            yield from keep_paused(state, record)",
+        "            pass",
+        MACHINE + "a_pause_whose_write_is_lost_is_saved_before_the_record_is_final",
+    ),
+    Mutant(
         "canary: no coordinator waits for scores",
         "rl_plane/commit/machine.py",
         "        if not late or state.elapsed_s > until:\n            break\n",
