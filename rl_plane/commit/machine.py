@@ -188,7 +188,7 @@ def finish_again(
     try:
         yield Watch(record, 0.0)  # until NATS is back
         _, base = yield from survey(state)
-    except (BusUnreachable, StaleFence):
+    except PlaneError:
         return None
     return base if base.update_id == record.update_id else None
 

@@ -23,6 +23,7 @@ from rl_plane.errors import (
     InvalidRequest,
     NotPrepared,
     PlaneError,
+    Unavailable,
     Unsupported,
 )
 from rl_plane.protocol.canary import CanaryRecord, engine_kind
@@ -251,6 +252,19 @@ def test_an_update_whose_verdict_an_outage_cuts_off_is_finished_by_its_own_call(
     assert outcome.canary is not None
     assert outcome.canary["scored"] == 3
     assert driver.phases == [*WHOLE[:5], *AGAIN, *FINISHED, "open", "open", "recheck", "watch"]
+
+
+def test_a_call_that_loses_nats_again_after_the_way_back_does_not_open_the_failed_version() -> None:
+    driver = with_canary(scored(-5.0, -5.0, -5.0), gate=[LOST, None], recheck=LOST, watch=serving(""))
+    driver.error(Conflict)
+    assert [one.record.version.digest for one in driver.all(Write, "open")] == [V0.digest]
+
+
+def test_a_call_whose_nats_stays_away_before_the_verdict_still_watches_the_workers() -> None:
+    away = Unavailable("NATS does not answer")
+    driver = with_canary(scored(-1.0, -1.0, -1.0), gate=LOST, watch=[away, serving("abc")])
+    assert driver.outcome().excluded == []
+    assert [one.timeout_s for one in driver.all(Watch)] == [0.0, 60.0]
 
 
 def test_a_rolling_update_whose_way_back_is_lost_goes_back_and_asks_no_further_worker() -> None:
