@@ -115,6 +115,11 @@ class Settlement:
     """Why the fleet serves the version although every worker failed (`warn`), or why it can't return to the version
     before. Empty: neither is so."""
 
+    @property
+    def passed(self) -> bool:
+        """Reports whether a worker has passed, by values that were not overruled."""
+        return self.action == "open" and not self.warning
+
     def summary(self) -> CanarySummary:
         """Returns what an update's answer says of all workers together: the worst values that were compared."""
         compared = [verdict for verdict in self.verdicts.values() if verdict.difference is not None]
@@ -208,7 +213,8 @@ def settle(record: CanaryRecord, scores: Mapping[str, CanaryScore], on_failure: 
     roll-back give `exclude`, or two versions that both fail would replace each other forever."""
     found = consensus(record, scores)
     if not found.failed_by_all:
-        return Settlement("open", found.verdicts, found.failed, replace(record, references=found.references))
+        measured = replace(record, references=found.references)
+        return Settlement("open", found.verdicts, found.failed, measured, record.overruled)
     nothing_known = record.expected is None and not record.references
     if on_failure != "warn":
         action: CanaryAction = "rollback" if on_failure == "rollback" else "exclude"

@@ -127,6 +127,16 @@ def goes_back(record: DecisionRecord, settlement: Settlement | None) -> bool:
     return settlement is not None and settlement.action == "rollback" and record.fallback is not None
 
 
+def lacks_verdict(record: DecisionRecord, settlement: Settlement | None) -> bool:
+    """Reports whether the record may not be opened: the scores have decided nothing yet, or that the fleet returns to
+    the version before. In a rolling update a worker that is still to come may pass."""
+    if record.canary is None:
+        return False
+    if settlement is None or goes_back(record, settlement):
+        return True
+    return record.rolling_from is not None and not settlement.passed
+
+
 def record_back(record: DecisionRecord, settlement: Settlement, now: float) -> DecisionRecord:
     """The decision that brings the version before back, under the update's own id."""
     back = record.fallback

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from rl_plane.commit import sessions
 from rl_plane.commit.command_state import CommandState, Steps
-from rl_plane.commit.machine import UpdateMachine, decide, survey, swap_all, update
+from rl_plane.commit.machine import UpdateMachine, survey, swap_all, update
 from rl_plane.commit.opening import answer
+from rl_plane.commit.preparation import decide
 from rl_plane.commit.rules import enough, one_model, outcome_of
 from rl_plane.commit.steps import Answered, BeginJournal, Outcome, UpdateCommand, Watch
 from rl_plane.protocol.record import first_record

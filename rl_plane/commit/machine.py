@@ -18,6 +18,7 @@ from rl_plane.commit.canary_steps import (
     awaits_scores,
     check_canary,
     goes_back,
+    lacks_verdict,
     limits_of,
     missed_error,
     record_back,
@@ -33,7 +34,7 @@ from rl_plane.commit.opening import (
     wait_for_leases,
     with_canary,
 )
-from rl_plane.commit.preparation import abort, end_other_session, prepare, record_for
+from rl_plane.commit.preparation import abort, decide, end_other_session, prepare, record_for
 from rl_plane.commit.rolling import end_roll, roll
 from rl_plane.commit.rules import check_against, commit_body, enough, outcome_of, still_there
 from rl_plane.commit.steps import (
@@ -48,10 +49,8 @@ from rl_plane.commit.steps import (
     Phase,
     Prepared,
     RecordAcks,
-    ResolveWrite,
     SendOp,
     Survey,
-    Surveyed,
     Watch,
     Write,
     Written,
@@ -134,7 +133,8 @@ def survey(
         raise NoWorkers("no worker has fixed the fleet's first version yet", retry_after_s=1.0)
     if not base.final:
         yield from keep_paused(state, base)
-        yield from swap_all(state, Written(base, seen.written), seen.members, UpdatePolicy())
+        if not goes_back(base, state.settlement):
+            yield from swap_all(state, Written(base, seen.written), seen.members, UpdatePolicy())
         if goes_back(base, state.settlement):
             base, _ = yield from go_back(state, base, UpdatePolicy())
         base = opened_record(state, base)
@@ -143,31 +143,6 @@ def survey(
             state.settlement = None
         state.seen = yield Survey("recheck")  # a worker that only this update had closed is open now
     return session, base
-
-
-def decide(record: DecisionRecord) -> Generator[Instruction, Any, Written]:
-    """Writes the decision: from here on the version is committed.
-
-    If the answer to the write is lost, this takes a new fence and reads again. The record that it finds then is the
-    outcome, because a write under the old fence is refused from then on."""
-    try:
-        written: Written = yield Write("decide", record)
-        return written
-    except BusUnreachable as lost:
-        try:
-            seen: Surveyed = yield ResolveWrite()
-        except PlaneError as error:
-            raise OutcomeUnknown(
-                f"whether {record.made.label} was committed is not known: {error.message}",
-                update_id=record.update_id,
-                retry_after_s=1.0,
-                fix="repeat the call with the same Idempotency-Key, or read the state",
-            ) from error
-        there = seen.record
-        # Not the update's id alone: an update that fails the canary makes two records under one id.
-        if there is None or (there.update_id, there.made) != (record.update_id, record.made):
-            raise lost
-        return Written(there, seen.written)
 
 
 def carry_out(
@@ -185,18 +160,37 @@ def carry_out(
             back, states = yield from go_back(state, record, policy)
             raise missed_error(back, replies, states)
         return (yield from answer(state, record, policy, replies, meant))
-    except (BusUnreachable, StaleFence):
+    except StaleFence:
         pass  # the shell has logged it
-    if record.rolling_from is not None:
-        yield from end_roll(record)
+    except BusUnreachable:
+        if lacks_verdict(record, state.settlement):
+            base = yield from finish_again(state, record)
+            if base is not None:
+                return (yield from answer(state, base, policy, replies, meant))
+    may_open = not lacks_verdict(record, state.settlement)
+    if may_open and record.rolling_from is not None:
+        yield from end_roll(state, record)
     watched: Answered = yield Watch(record, max(policy.commit_timeout_s, LEASES_END_S))
-    evaluated = record.canary is None or state.settlement is not None
-    if evaluated and not goes_back(record, state.settlement):
+    if may_open:
         try:
+            yield from keep_paused(state, record)
             yield Write("open", opened_record(state, record))
         except (BusUnreachable, StaleFence):
             pass  # the next holder of the lock opens it
     return enough(with_canary(state, outcome_of(record, watched.replies, replies, meant)), policy)
+
+
+def finish_again(
+    state: CommandState, record: DecisionRecord
+) -> Generator[Instruction, Any, DecisionRecord | None]:
+    """Finishes this call's own update after NATS was lost before its verdict, as another coordinator would. Returns the
+    committed record. None: NATS or the lock is lost again, and the next holder of the lock finishes the update."""
+    try:
+        yield Watch(record, 0.0)  # until NATS is back
+        _, base = yield from survey(state)
+    except PlaneError:
+        return None
+    return base if base.update_id == record.update_id else None
 
 
 def swap_all(

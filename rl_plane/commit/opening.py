@@ -36,6 +36,7 @@ def keep_paused(state: CommandState, record: DecisionRecord) -> Generator[Instru
         until = state.now + max(state.seen.pause.left_s(state.now), DEFAULT_PAUSE_LEASE_S)
         state.seen = replace(state.seen, pause=DesiredPause(True, record.pause_mode, until))
         yield SavePause(state.seen.pause)
+        state.seen = replace(state.seen, pause_written=record.fence)
 
 
 def wait_for_leases(acks: RecordAcks) -> Generator[Instruction, Any, None]:
@@ -61,8 +62,7 @@ def open_record(state: CommandState, record: DecisionRecord) -> Generator[Instru
     opened: Written = yield Write("open", opened_record(state, record))
     canary, settlement = opened.record.canary, state.settlement
     # Scores that are served in spite of a failure (`warn`) are no measure for the time when this version returns.
-    passed = settlement is not None and settlement.action == "open" and not settlement.warning
-    if canary is not None and passed:
+    if canary is not None and settlement is not None and settlement.passed:
         digest = record.version.digest
         yield SaveCanaryHistory(state.seen.history.with_values(digest, canary.sequences, canary.references))
     return opened

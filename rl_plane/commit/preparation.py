@@ -1,4 +1,4 @@
-"""The steps before the decision: end a lost session, stage the update on the workers, or drop it again. Pure."""
+"""The steps up to the decision: end a lost session, stage the update on the workers, decide it or drop it. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from rl_plane.commit.steps import (
     Needs,
     Phase,
     Prepared,
+    ResolveWrite,
     SendOp,
     Survey,
     Surveyed,
+    Write,
+    Written,
 )
-from rl_plane.errors import Locked, MembershipChanged, PlaneError
+from rl_plane.errors import BusUnreachable, Locked, MembershipChanged, OutcomeUnknown, PlaneError
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.record import DecisionRecord, UpdateSession, VersionSource
 from rl_plane.protocol.relay import RelayAddress, RelayPlan, name_of_host
@@ -140,6 +143,31 @@ def record_for(
     )
     changed = state.changed_source(base, body)
     return next_record(base, body, update_id, prepared, state.now, changed, canary)
+
+
+def decide(record: DecisionRecord) -> Generator[Instruction, Any, Written]:
+    """Writes the decision: from here on the version is committed.
+
+    If the answer to the write is lost, this takes a new fence and reads again. The record that it finds then is the
+    outcome, because a write under the old fence is refused from then on."""
+    try:
+        written: Written = yield Write("decide", record)
+        return written
+    except BusUnreachable as lost:
+        try:
+            seen: Surveyed = yield ResolveWrite()
+        except PlaneError as error:
+            raise OutcomeUnknown(
+                f"whether {record.made.label} was committed is not known: {error.message}",
+                update_id=record.update_id,
+                retry_after_s=1.0,
+                fix="repeat the call with the same Idempotency-Key, or read the state",
+            ) from error
+        there = seen.record
+        # Not the update's id alone: an update that fails the canary makes two records under one id.
+        if there is None or (there.update_id, there.made) != (record.update_id, record.made):
+            raise lost
+        return Written(there, seen.written)
 
 
 def abort(state: CommandState, update_id: str, phase: Phase = "abort") -> Generator[Instruction, Any, None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_plane.commit.canary_steps import goes_back, settled
 from rl_plane.commit.command_state import CommandState
-from rl_plane.commit.opening import open_record, wait_for_leases
+from rl_plane.commit.opening import keep_paused, open_record, wait_for_leases
 from rl_plane.commit.rules import commit_body, still_there
 from rl_plane.commit.steps import (
     Announce,
@@ -44,9 +44,11 @@ def roll(
         state.settlement, evaluated = settled(record, replies)
         if goes_back(record, state.settlement):
             return evaluated  # the other workers still serve the version before
-        if state.settlement is not None and state.settlement.record != record.canary:
+        verdict = state.settlement
+        # If every worker so far has failed, that is no verdict for the next one: it may compute correctly.
+        if verdict is not None and verdict.passed and verdict.record != record.canary:
             # The next worker serves at once, so it compares its scores with those of the first workers.
-            decided = yield Write("open", replace(record, canary=state.settlement.record))
+            decided = yield Write("open", replace(record, canary=verdict.record))
             record = decided.record
     state.settlement, replies = settled(record, replies)
     opened = yield from open_record(state, record)
@@ -55,11 +57,12 @@ def roll(
     return replies
 
 
-def end_roll(record: DecisionRecord) -> Generator[Instruction, Any, None]:
+def end_roll(state: CommandState, record: DecisionRecord) -> Generator[Instruction, Any, None]:
     """Ends the roll in the record, after NATS was lost. A worker waits for its turn as long as this call holds the
     lock. When the roll has ended the worker swaps by itself."""
     for _ in range(END_ROLL_TRIES):
         try:
+            yield from keep_paused(state, record)  # no coordinator saves the pause of a final record
             yield Write("open", record.opened())
             return
         except StaleFence:

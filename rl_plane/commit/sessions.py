@@ -14,9 +14,9 @@ from typing import Any
 
 from rl_plane.commit.canary_steps import check_canary, limits_of
 from rl_plane.commit.command_state import CommandState, Steps, naming_workers
-from rl_plane.commit.machine import carry_out, decide, survey
+from rl_plane.commit.machine import carry_out, survey
 from rl_plane.commit.opening import answer
-from rl_plane.commit.preparation import abort, ask_to_prepare, prepare, record_for, with_left
+from rl_plane.commit.preparation import abort, ask_to_prepare, decide, prepare, record_for, with_left
 from rl_plane.commit.rules import (
     SHOWN,
     check_against,

@@ -357,12 +357,12 @@ async def test_exclude_leaves_a_version_that_all_miss_unserved(plane: Plane) -> 
     assert reply["excluded"] == []
 
 
-async def test_warn_serves_a_version_that_all_miss(plane: Plane) -> None:
+@pytest.mark.parametrize("barrier", ["strict", "rolling"])
+async def test_warn_serves_a_version_that_all_miss(plane: Plane, barrier: str) -> None:
     fleet, workers = await fleet_of(plane, 2)
     canary = {"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
-    reply = await fleet.run(
-        "update_weights", update_of(plane.model(2), "two", canary=canary, on_canary_failure="warn")
-    )
+    body = update_of(plane.model(2), "two", canary=canary, on_canary_failure="warn", barrier=barrier)
+    reply = await fleet.run("update_weights", body)
     assert (reply["canary"]["action"], reply["canary"]["failed"], reply["excluded"]) == ("open", 2, [])
     assert "every worker failed the canary" in reply["canary"]["warning"]
     noted = await fleet.client.bus.get(fleet.client.subjects().state, CANARY_HISTORY)
@@ -372,6 +372,9 @@ async def test_warn_serves_a_version_that_all_miss(plane: Plane) -> None:
         assert state["ready"]
         assert (state["canary"]["against"], state["canary"]["difference"]) == ("nothing", None)
         assert "every worker failed the canary" in state["canary"]["warning"]
+        stream = Stream(fleet.client, worker.instance_id, [1, 2], 3)
+        await stream.end()
+        assert stream.tokens == [fake_token(model_digest(plane.model(2)), [1, 2], place) for place in range(3)]
 
 
 async def test_two_differing_workers_return_to_the_version_before_without_a_reference(plane: Plane) -> None:

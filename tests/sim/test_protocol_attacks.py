@@ -535,6 +535,43 @@ def test_a_version_that_all_workers_fail_goes_back_whenever_the_next_coordinator
     assert labels(world) == ["initial", "failed", "initial"]
 
 
+@pytest.mark.parametrize("lost", ["gate", "way back"])
+def test_a_rolling_update_that_its_first_worker_fails_goes_back_after_a_short_outage(lost: str) -> None:
+    """NATS is away for one call of the coordinator: before the gate, or for the write of the second decision."""
+
+    async def life(world: World) -> None:
+        by = trainer(world)
+        bus: Any = by.client.bus
+        view: Any = await by.client.view()
+        put, barrier, away = bus.put, view.barrier, False
+
+        async def no_answer() -> Any:
+            view.barrier = barrier
+            raise BusUnreachable("cut off")
+
+        async def cut(bucket: Any, key: str, value: bytes, **conditions: Any) -> int:
+            nonlocal away
+            record = DecisionRecord.decode(value) if key == RECORD else None
+            if record is None or away:
+                pass
+            elif lost == "gate" and record.made.label == "failed":
+                view.barrier, away = no_answer, True
+            elif lost == "way back" and record.missed is not None:
+                away = True
+                raise BusUnreachable("cut off")
+            return int(await put(bucket, key, value, **conditions))
+
+        bus.put = cut
+        update = failing(world)
+        rolling = {**update, "policy": {**update["policy"], "barrier": "rolling"}}
+        await by.process.spawn(call(world, by, "update_weights", rolling, "failed"))
+        assert away
+
+    world = live(life)
+    assert outcome(world, "failed") == "numerics"
+    assert labels(world) == ["initial", "failed", "initial"]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_version_goes_back_though_all_workers_begin_anew_before_the_next_coordinator_comes(workers: int) -> None:
     """No process knows a score any more: the next coordinator waits for new ones."""

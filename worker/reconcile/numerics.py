@@ -104,6 +104,9 @@ class Numerics:
             return
         self.failed = None
         state.open("numerics")
+        if self.flow == "cut":  # the record overrules the values that these weights missed
+            self.cuts += 1
+            self.flow = "held"
         if self.flow == "held" and (final or verdict.against != "nothing"):
             self.flow = "open"
 

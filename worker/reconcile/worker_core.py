@@ -178,6 +178,7 @@ class WorkerCore:
         if (
             busy
             or not self._is_final(now)
+            or self._may_be_overruled()
             or state.digest != record.version.digest
             or not self.numerics.take_heal()
         ):
@@ -190,7 +191,12 @@ class WorkerCore:
 
     def depends_on_coordinator(self) -> bool:
         """Returns whether this worker waits for something that only a coordinator can end."""
-        return self._coordinated() is not None or self._on_the_old() or (self._is_late and self._awaits_verdict())
+        return (
+            self._coordinated() is not None
+            or self._on_the_old()
+            or (self._is_late and self._awaits_verdict())
+            or self._may_be_overruled()
+        )
 
     def _awaits_verdict(self) -> bool:
         """Returns whether only the other workers' scores can judge these weights, and a coordinator still collects
@@ -201,6 +207,19 @@ class WorkerCore:
             and not record.open
             and not self._scores_stay_alone
             and self.numerics.needs_others(record)
+        )
+
+    def _may_be_overruled(self) -> bool:
+        """Returns whether these weights failed the canary in a rolling update that serves them all the same
+        (`on_canary_failure: warn`) if every worker fails. A worker that dropped them might find no source for them."""
+        record, verdict = self.record, self.numerics.verdict
+        return (
+            record is not None
+            and record.rolling_from is not None
+            and record.on_canary_failure == "warn"
+            and verdict is not None
+            and not verdict.passed
+            and not self._scores_stay_alone
         )
 
     def coordinator_holds(self, fence: int, held: bool, now: float) -> bool:

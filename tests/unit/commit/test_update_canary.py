@@ -23,9 +23,10 @@ from rl_plane.errors import (
     InvalidRequest,
     NotPrepared,
     PlaneError,
+    Unavailable,
     Unsupported,
 )
-from rl_plane.protocol.canary import engine_kind
+from rl_plane.protocol.canary import CanaryRecord, engine_kind
 from rl_plane.protocol.record import (
     DecisionRecord,
 )
@@ -43,6 +44,7 @@ from tests.support.update_machine import (
     Driver,
     bad,
     body,
+    lora,
     ok,
     report,
     serving,
@@ -64,11 +66,18 @@ def scored(*values: float) -> Callable[[SendOp], Answered]:
     return lambda ask: Answered([reply for reply in replies if reply.instance_id in ask.workers])
 
 
-def with_canary(commit: Any, base: DecisionRecord = R0, on_failure: str = "rollback", **answers: Any) -> Driver:
-    policy = {"canary": CANARY, "on_canary_failure": on_failure, "barrier": answers.pop("barrier", "strict")}
+def with_canary(commit: Any, /, base: DecisionRecord = R0, on_failure: str = "rollback", **answers: Any) -> Driver:
+    canary, barrier = answers.pop("canary", CANARY), answers.pop("barrier", "strict")
+    policy = {"canary": canary, "on_canary_failure": on_failure, "barrier": barrier}
     driver = Driver(update(policy=policy), base, **{"commit": commit, "roll": commit, **answers})
     driver.reports = [report(key, base, canary={"vocab_size": 10, "max_model_len": 10}) for key in MEMBERS]
     return driver
+
+
+def written(driver: Driver) -> list[CanaryRecord]:
+    """The canary of each record that was written."""
+    canaries = [one.record.canary for one in driver.all(Write)]
+    return [one for one in canaries if one is not None]
 
 
 BACK = [*WHOLE[:6], "decide", "gate", "commit", "open", "open", "watch"]
@@ -124,6 +133,56 @@ def test_a_rolling_update_that_fails_its_canary_reaches_only_the_first_worker() 
     assert driver.all(Write, "decide")[1].record.version.digest == V0.digest
 
 
+@pytest.mark.parametrize("values", [(-5.0, -1.0, -1.0), (-5.0, -5.0, -1.0)])
+def test_in_a_rolling_update_with_warn_the_first_failed_workers_do_not_judge_the_next_ones(
+    values: tuple[float, ...],
+) -> None:
+    right = "".join(key for key, one in zip("abc", values, strict=True) if one == -1.0)
+    driver = with_canary(scored(*values), on_failure="warn", barrier="rolling", watch=serving(right))
+    outcome = driver.outcome()
+    assert outcome.excluded == [key for key in "abc" if key not in right]
+    assert outcome.canary is not None
+    assert "warning" not in outcome.canary
+    assert [one.expected for one in written(driver)] == [((-1.0, -2.0),)] * len(driver.all(Write))
+    history = driver.one(SaveCanaryHistory).history
+    assert history.values(NEW, ((1, 2, 3),)) == {KIND: ((-1.0, -2.0),)}
+
+
+def test_a_rolling_update_that_every_worker_fails_is_served_with_a_warning_if_the_policy_says_so() -> None:
+    driver = with_canary(scored(-5.0, -5.0, -5.0), on_failure="warn", barrier="rolling")
+    outcome = driver.outcome()
+    assert outcome.excluded == []
+    assert outcome.canary is not None
+    assert outcome.canary["failed"] == 3
+    assert "every worker failed the canary" in outcome.canary["warning"]
+    *before, last = (one.overruled for one in written(driver))
+    assert not any(before)
+    assert last
+    assert not driver.all(SaveCanaryHistory), "values that failed are no measure for later"
+
+
+def test_an_adapter_over_weights_whose_failure_was_overruled_saves_none_of_their_values() -> None:
+    first = with_canary(scored(-5.0, -5.0, -5.0), on_failure="warn")
+    warned = first.outcome()
+    base = replace(first.all(Write)[-1].record, update_id="u8")
+    driver = Driver(lora("load"), base, commit=scored(-5.0, -5.0, -5.0))
+    outcome = driver.outcome()
+    assert not driver.all(SaveCanaryHistory)
+    assert outcome.canary is not None
+    assert warned.canary is not None
+    assert outcome.canary["warning"] == warned.canary["warning"]
+
+
+def test_a_first_worker_without_a_usable_value_does_not_fail_the_next_ones() -> None:
+    unusable = Answered([ok("a", canary={"kind": KIND, "vectors": None})])
+    rolls = [unusable, scored(-1.0, -1.0, -1.0)]
+    driver = with_canary(rolls, on_failure="exclude", barrier="rolling", canary={"sequences": [[1, 2, 3]]})
+    outcome = driver.outcome()
+    assert outcome.canary is not None
+    assert (outcome.canary["scored"], outcome.canary["failed"]) == (3, 1)
+    assert not any(one.undecided for one in written(driver))
+
+
 def test_if_no_earlier_version_can_return_the_failed_one_stays_and_no_worker_serves_it() -> None:
     for base, on_failure in (
         (R0, "exclude"),
@@ -153,7 +212,8 @@ def test_a_rollback_decision_with_a_lost_answer_is_resolved_by_the_version_in_th
         assert driver.phases == [*BACK[:7], "resolve", *BACK[7:]]
         return
     driver.error(Conflict)
-    assert driver.phases == [*BACK[:7], "resolve", "watch"], "the next coordinator brings it back"
+    again = ["watch", "survey", "decide", "resolve"]
+    assert driver.phases == [*BACK[:7], "resolve", *again, "watch"], "the next coordinator brings it back"
 
 
 @pytest.mark.parametrize("why", [LOST, FENCED])
@@ -162,13 +222,77 @@ def test_an_update_that_is_lost_before_its_canary_is_judged_is_left_to_the_next_
 ) -> None:
     driver = with_canary(why, watch=serving(""))
     driver.error(Conflict)
-    assert driver.phases == [*WHOLE[:6], "watch"]
+    again = [] if why is FENCED else ["watch", "survey", "gate", "commit"]
+    assert driver.phases == [*WHOLE[:6], *again, "watch"]
     driver = with_canary(scored(-1.0, -1.0, -1.0), open=[why, None])
     driver.outcome()
     assert driver.phases == [*WHOLE[:7], "watch", "open"]
     opened = driver.all(Write, "open")[-1].record
     assert opened.canary is not None
     assert opened.canary.references == {KIND: ((-1.0, -2.0),)}
+
+
+AGAIN = ["watch", "survey"]
+FINISHED = ["gate", "commit", "open"]
+
+
+@pytest.mark.parametrize("barrier", ["strict", "rolling"])
+@pytest.mark.parametrize("phase", ["gate", "commit"])
+def test_an_update_whose_verdict_an_outage_cuts_off_is_finished_by_its_own_call(barrier: str, phase: str) -> None:
+    swap = "roll" if barrier == "rolling" else "commit"
+    lost: dict[str, Any] = {"gate": [LOST, None]} if phase == "gate" else {swap: [LOST, scored(-5.0, -5.0, -5.0)]}
+    driver = with_canary(scored(-5.0, -5.0, -5.0), barrier=barrier, **lost)
+    error = driver.error(CanaryFailed)
+    assert error.facts["version"]["digest"] == V0.digest
+    before = [*WHOLE[:4], "gate", *([swap] if phase == "commit" else [])]
+    assert driver.phases == [*before, *AGAIN, "gate", "commit", "decide", *FINISHED, "open", "watch", "recheck"]
+    assert NEW not in [one.record.version.digest for one in driver.all(Write, "open")]
+    driver = with_canary(scored(-1.0, -1.0, -1.0), barrier=barrier, gate=[LOST, None])
+    outcome = driver.outcome()
+    assert outcome.canary is not None
+    assert outcome.canary["scored"] == 3
+    assert driver.phases == [*WHOLE[:5], *AGAIN, *FINISHED, "open", "open", "recheck", "watch"]
+
+
+def test_a_call_that_loses_nats_again_after_the_way_back_does_not_open_the_failed_version() -> None:
+    driver = with_canary(scored(-5.0, -5.0, -5.0), gate=[LOST, None], recheck=LOST, watch=serving(""))
+    driver.error(Conflict)
+    assert [one.record.version.digest for one in driver.all(Write, "open")] == [V0.digest]
+
+
+def test_a_call_whose_nats_stays_away_before_the_verdict_still_watches_the_workers() -> None:
+    away = Unavailable("NATS does not answer")
+    driver = with_canary(scored(-1.0, -1.0, -1.0), gate=LOST, watch=[away, serving("abc")])
+    assert driver.outcome().excluded == []
+    assert [one.timeout_s for one in driver.all(Watch)] == [0.0, 60.0]
+
+
+def test_a_rolling_update_whose_way_back_is_lost_goes_back_and_asks_no_further_worker() -> None:
+    driver = with_canary(scored(-5.0, -1.0, -1.0), barrier="rolling", decide=[None, LOST, None])
+    driver.answers["resolve"] = [
+        lambda _: replace(driver.surveyed(), record=replace(driver.all(Write, "decide")[0].record, fence=FENCE))
+    ]
+    error = driver.error(CanaryFailed)
+    assert error.facts["version"]["digest"] == V0.digest
+    assert [list(one.workers) for one in driver.all(SendOp, "roll")] == [["a"]]
+    assert not [one for one in driver.all(SendOp, "commit") if one.workers]
+    assert NEW not in [one.record.version.digest for one in driver.all(Write, "open")]
+
+
+@pytest.mark.parametrize("why", [LOST, FENCED])
+def test_a_roll_that_is_lost_for_good_before_its_verdict_is_not_opened(why: PlaneError) -> None:
+    driver = with_canary(why, barrier="rolling", watch=serving(""))
+    driver.error(Conflict)
+    assert not driver.all(Write, "open"), "the next coordinator needs the version before"
+    driver = with_canary([scored(-5.0, -1.0, -1.0), why], on_failure="warn", barrier="rolling", commit=why)
+    driver.run()
+    assert not driver.all(Write, "open"), "the workers that are still to come may pass"
+
+
+def test_a_lost_roll_is_opened_once_a_worker_has_passed() -> None:
+    driver = with_canary([scored(-1.0, -1.0, -1.0), LOST], barrier="rolling")
+    driver.outcome()
+    assert driver.phases[-6:] == ["roll", "open", "roll", "open", "watch", "open"]
 
 
 def test_a_coordinator_that_finishes_a_version_that_all_workers_fail_returns_to_the_one_before() -> None:

@@ -444,11 +444,27 @@ def test_a_coordinator_that_loses_a_step_after_the_decision_watches_the_workers_
         answers["gate"] = RecordAcks(dict(MEMBERS), [ok("a"), ok("b"), silent("c")], [])
     driver = Driver(update(policy={"keep_pause": phase == "pause"}), **answers)
     outcome = driver.outcome()
-    assert driver.phases == [*before, phase, "watch", "open"]
+    saved = ["pause"] if phase == "pause" else []
+    assert driver.phases == [*before, phase, "watch", *saved, "open"]
     decided = driver.decided
     assert driver.one(Watch) == Watch(decided, 60.0)
     assert driver.all(Write, "open")[-1].record == decided.opened()
     assert (outcome.version, outcome.excluded) == (decided.made, [])
+
+
+def test_a_pause_whose_write_is_lost_is_saved_before_the_record_is_final() -> None:
+    driver = Driver(update(policy={"keep_pause": True, "barrier": "rolling"}), pause=[LOST, None])
+    driver.outcome()
+    assert driver.phases[-5:] == ["pause", "pause", "open", "watch", "open"]
+    pauses = [one.pause for one in driver.all(SavePause)]
+    assert pauses == [DesiredPause(True, "keep", NOW + DEFAULT_PAUSE_LEASE_S)] * 2
+    for barrier in ("strict", "rolling"):
+        driver = Driver(update(policy={"keep_pause": True, "barrier": barrier}), pause=LOST)
+        driver.outcome()
+        assert not driver.all(Write, "open"), "the next coordinator saves it"
+        driver = Driver(update(policy={"keep_pause": True, "barrier": barrier}), gate=LOST)
+        driver.outcome()
+        assert driver.phases.count("pause") == 1, "it is saved already"
 
 
 def test_an_open_record_that_can_not_be_written_is_left_to_the_next() -> None:

@@ -519,6 +519,13 @@ def test_warn_serves_even_a_tie_and_judges_no_worker_by_it() -> None:
     assert settled.record == replace(RECORD, overruled=settled.warning)
 
 
+def test_a_later_update_over_overruled_values_repeats_the_warning() -> None:
+    overruled = settle(TRAINED, MISSED, "warn")
+    later = settle(overruled.record, scores(a=(HF, off(FAR)), b=(HF, off(FAR))), "rollback")
+    assert (later.action, later.excluded, later.warning) == ("open", [], overruled.warning)
+    assert not later.passed
+
+
 def test_after_a_tie_no_worker_serves_until_the_next_version() -> None:
     settled = settle(RECORD, scores(a=(HF, RIGHT), b=(HF, off(FAR))), "exclude")
     assert (settled.action, settled.excluded) == ("exclude", ["a", "b"])

@@ -21,6 +21,7 @@ RIGHT: Vectors = ((-1.0, -2.0),)
 WRONG: Vectors = ((-1.0, -7.0),)
 CANARY = CanaryRecord(SEQUENCES)
 TRAINED = replace(CANARY, expected=RIGHT)
+OVERRULED = replace(CANARY, references={KIND: WRONG}, overruled="every worker failed the canary")
 
 
 def version(sequence: int) -> WeightVersion:
@@ -86,6 +87,19 @@ def test_tokens_of_weights_that_miss_the_trainers_values_do_not_go_out() -> None
         core.numerics.delivers(0)
     core.learnt(record(1, open=True), 12, 0.0)
     assert "numerics" in closed(core), "it is open for the others"
+
+
+def test_a_worker_whose_failure_is_overruled_delivers_the_tokens_of_new_requests() -> None:
+    core = serving()
+    before = core.numerics.cuts
+    swapped(core, record(1))
+    scored(core, WRONG)
+    assert core.numerics.flow == "cut"
+    core.learnt(record(1, OVERRULED, open=True), 12, 0.0)
+    assert closed(core) == set()
+    assert core.numerics.delivers(core.numerics.cuts)
+    with pytest.raises(WrongNumerics):
+        core.numerics.delivers(before)
 
 
 def test_with_nothing_to_compare_with_tokens_wait_for_the_other_workers() -> None:
@@ -206,6 +220,30 @@ def test_weights_that_fail_the_canary_are_fetched_again_a_few_times() -> None:
     assert not core.numerics.gave_up
     core.ticked(now)
     assert core.state.digest is None, "an operator has it tried again"
+
+
+def test_a_worker_keeps_failed_weights_while_a_rolling_update_may_still_serve_them_all_the_same() -> None:
+    rolling = replace(record(1, open=True), rolling_from=record(0).held, on_canary_failure="warn")
+    overruled = replace(rolling.opened(), canary=OVERRULED)
+    for ended, dropped in ((overruled, False), (rolling.opened(), True)):
+        core = serving()
+        swapped(core, rolling)
+        scored(core, WRONG)
+        assert core.depends_on_coordinator()
+        assert not core.ticked(0.0)
+        assert closed(core) == {"numerics"}
+        core.learnt(ended, 12, 0.0)
+        assert core.ticked(0.0) == dropped
+
+
+def test_a_worker_heals_once_no_coordinator_is_left_that_could_overrule_its_failure() -> None:
+    core = serving()
+    swapped(core, replace(record(1, open=True), rolling_from=record(0).held, on_canary_failure="warn"))
+    scored(core, WRONG)
+    core.coordinator_holds(5, False, 1.0)
+    assert not core.ticked(1.0), "a frontend may take over"
+    core.coordinator_holds(5, False, 1.0 + TAKEOVER_S)
+    assert core.ticked(1.0 + TAKEOVER_S)
 
 
 def test_no_worker_heals_after_a_tie() -> None:
