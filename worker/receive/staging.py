@@ -296,7 +296,10 @@ class DigestingStream:
             return
         if algorithm_of(digest) == algorithm_of(wanted):
             raise _refuse(
-                f"{source} version digest {digest}, but {wanted} is wanted", digest=digest, expected_digest=wanted
+                f"{source} version digest {digest}, but {wanted} is wanted",
+                fix=f"{FIX}. If the update states a digest, state the one of these weights",
+                digest=digest,
+                expected_digest=wanted,
             )
         if self._expected is None:  # an expected digest of another algorithm covers every byte
             raise InvalidWeights(
@@ -306,11 +309,14 @@ class DigestingStream:
             )
 
 
-def _refuse(what: str, *, tensor: str | None = None, **facts: str) -> InvalidWeights:
+FIX = "publish the weights again, and don't change them while they are read"
+
+
+def _refuse(what: str, *, tensor: str | None = None, fix: str = FIX, **facts: str) -> InvalidWeights:
     return InvalidWeights(
         what,
         field="transport",
-        fix="publish the weights again, and don't change them while they are read",
+        fix=fix,
         tensor=None if tensor is None else tensor[:SHOWN_CHARS],
         **facts,
     )
