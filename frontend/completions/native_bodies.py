@@ -27,7 +27,7 @@ from frontend.completions.plans import (
     top_of,
 )
 from frontend.completions.structured_fields import SglangForms, StructuredOutputs, only_form
-from frontend.completions.unserved_fields import IGNORED, UNSERVED, unsupported, without_unserved
+from frontend.completions.unserved_fields import unsupported, without_unserved
 from frontend.routing.demands import DemandFields, demands_of
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import (
@@ -51,10 +51,24 @@ class VllmSampling(SamplingBody):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOP_LOGPROBS)
     """The logprobs of the prompt's own tokens, and of this many of the likeliest tokens at each place. With `stream`: 0
     or 1."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    """prime-rl's place for the body's `cache_salt`, which counts if both are given."""
     detokenize: bool | None = None
     """false: no `decoded_token` beside the prompt's logprobs. The reply has no other text."""
     structured_outputs: StructuredOutputs | None = None
     """The form of the text."""
+
+
+VLLM_UNSERVED = frozenset(
+    {
+        *("bad_words", "extra_args", "flat_logprobs", "logprob_token_ids", "output_kind", "prompt_logprob_start"),
+        *("prompt_logprob_token_ids", "repetition_detection", "routed_experts_prompt_start"),
+        *("skip_reading_prefix_cache", "spaces_between_special_tokens", "stream_interval"),
+        *("thinking_token_budget", "trace_decode_token_ids", "watermarking"),
+    }
+)
+"""The fields of the `SamplingParams` of vLLM 0.32 that a caller may give and that are not served. `unserved_fields`
+says which of their values are refused."""
 
 
 class VllmGenerateBody(DemandFields):
@@ -80,6 +94,7 @@ class VllmGenerateBody(DemandFields):
 VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fields} | {
     "prompt_token_ids": "token_ids",
     "adapter": "model",
+    "cache_salt": "cache_salt",
     "prompt_top_logprobs": "sampling_params.prompt_logprobs",
     **ROUTED,
 }
@@ -98,7 +113,7 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
     own = {
         "id": request_id,  # callers may use an id twice
         "max_tokens": sampling.max_tokens or DEFAULT_CHAT_TOKENS,  # vLLM's default is all that fits
-        "cache_salt": parsed.cache_salt,
+        "cache_salt": parsed.cache_salt or sampling.cache_salt,
         "structured_output": form,
         "logprobs": sampling.logprobs is not None,
         "top_logprobs": top_of(sampling.logprobs),
@@ -127,14 +142,15 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
 
 
 def _without_unknown_sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """Drops unknown sampling parameters, as vLLM's server does."""
+    """Drops what is no sampling parameter of vLLM's, as its server does. prime-rl sends fields of the body there, such
+    as `return_token_ids`."""
     sampling = body.get("sampling_params")
     if not isinstance(sampling, dict):
         return body
     known = {
         name: value
         for name, value in sampling.items()
-        if name in VllmSampling.model_fields or name in UNSERVED or name in IGNORED
+        if name in VllmSampling.model_fields or name in VLLM_UNSERVED
     }
     return {**body, "sampling_params": known}
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from frontend.completions.native_bodies import plan_vllm
+from frontend.completions.native_bodies import VLLM_UNSERVED, plan_vllm
 from frontend.completions.openai_bodies import ChatBody, CompletionBody
 from frontend.completions.plans import DEFAULT_CHAT_TOKENS, Plan
 from frontend.completions.tokens import parse_tokenize
 from frontend.completions.unserved_fields import UNSERVED
 from rl_plane.errors import (
     InvalidRequest,
+    PlaneError,
     Unsupported,
 )
 from rl_plane.protocol.generation import (
@@ -489,6 +490,40 @@ def test_a_known_field_that_is_not_served_is_a_501(
         plan(**body)
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]
+
+
+def rollout(**sampling: Any) -> dict[str, Any]:
+    """The body of verifiers' TrainClient for prime-rl, whose `extra_body` it unpacks into `sampling_params`."""
+    theirs = {
+        "top_k": -1,
+        "min_p": 0.0,
+        "return_token_ids": True,
+        "cache_salt": "3",
+        "temperature": 1.0,
+        "top_p": 1.0,
+    }
+    made = {"logprobs": 1, "stop_token_ids": [9], "skip_special_tokens": False}
+    return {"model": "m", "token_ids": [5, 6], "sampling_params": {**theirs, **sampling, **made}}
+
+
+def test_a_rollout_of_prime_rl_has_its_salt_and_loses_what_is_no_sampling_parameter() -> None:
+    more = {"reasoning_effort": "low", "lora_path": "a", "guided_json": {}, "return_hidden_states": True}
+    plan = plan_vllm(rollout(**more), "id")
+    (request,) = plan.requests
+    assert (plan.model, request.prompt_token_ids, request.cache_salt) == ("m", [5, 6], "3")
+    assert (request.stop_token_ids, request.logprobs, request.skip_special_tokens) == ([9], True, False)
+    assert not plan.return_token_ids
+    assert plan_vllm({**rollout(), "cache_salt": "body"}, "id").requests[0].cache_salt == "body"
+    with pytest.raises(InvalidRequest) as caught:
+        plan_vllm(rollout(cache_salt=3), "id")
+    assert caught.value.facts["field"] == "sampling_params.cache_salt"
+
+
+@pytest.mark.parametrize("field", sorted(VLLM_UNSERVED))
+def test_a_sampling_parameter_of_vllms_that_is_not_served_is_refused_by_name(field: str) -> None:
+    with pytest.raises(PlaneError) as caught:
+        plan_vllm(rollout(**{field: {"some": "thing"}}), "id")
+    assert caught.value.facts["field"] == f"sampling_params.{field}"
 
 
 STREAMED: dict[str, Callable[[dict[str, Any]], Plan]] = {
