@@ -18,7 +18,6 @@ from frontend.completions.openai_bodies import (
     TokenIds,
 )
 from frontend.completions.plans import (
-    DEFAULT_CHAT_TOKENS,
     ROUTED,
     Plan,
     check_stream,
@@ -38,6 +37,8 @@ from rl_plane.protocol.generation import (
 from rl_plane.protocol.validation import parse_body
 
 MAX_ID_CHARS = 100
+ALL_THAT_FITS = 1 << 30
+"""More new tokens than any worker has room for. With `any_length` the worker's refusal says how many fit."""
 SGLANG_TOKENS = 128
 """SGLang's own default."""
 
@@ -46,6 +47,7 @@ SGLANG_TOKENS = 128
 
 class VllmSampling(SamplingBody):
     max_tokens: int | None = Field(None, ge=1)
+    """Default: as many as there is room for, as in vLLM."""
     logprobs: int | None = Field(None, ge=-1, le=MAX_TOP_LOGPROBS)
     """0 or 1: the logprob of the chosen token. More: also of this many of the likeliest tokens."""
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOP_LOGPROBS)
@@ -112,7 +114,7 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
     form, form_field = only_form(() if given is None else given.form("sampling_params.structured_outputs"))
     own = {
         "id": request_id,  # callers may use an id twice
-        "max_tokens": sampling.max_tokens or DEFAULT_CHAT_TOKENS,  # vLLM's default is all that fits
+        "max_tokens": sampling.max_tokens or ALL_THAT_FITS,
         "cache_salt": parsed.cache_salt or sampling.cache_salt,
         "structured_output": form,
         "logprobs": sampling.logprobs is not None,
@@ -196,6 +198,8 @@ class SglangGenerateBody(DemandFields):
     """Return the experts of the prompt and of the generated tokens in `meta_info`."""
     lora_path: str | None = None
     """The name of a loaded adapter. None: the base model."""
+    model: str | None = None
+    """Another place for the base model or an adapter, by which routers choose. `lora_path` counts if both are given."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     stream: bool | None = None
 
@@ -263,7 +267,7 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
     }
     return Plan(
         id=parsed.rid or request_id,
-        model=parsed.lora_path,
+        model=parsed.lora_path or parsed.model,
         requests=requests_of(
             given,
             own,

@@ -30,7 +30,7 @@ from tests.support.dialect_facade import (
     witnessed,
 )
 from tests.support.hf_fleet import START_S, Witnesses
-from tests.support.sglang_calls import one_by_one
+from tests.support.sglang_calls import ROUTED_BODY, one_by_one
 from tests.support.sglang_replay import Replay
 from worker.receive.staging import TIE_FIX
 from worker.testing.tiny_model import make_tiny_model
@@ -90,6 +90,8 @@ async def _slime(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
             assert (await served(http))[0][1] == ("initial" if step == 1 else "1"), "nothing has changed yet"
         await replay.post("/continue_generation")
         await proven(http, ids, seed, str(step))
+    # A rollout through SGLang's router, which rewrites the body.
+    assert len((await replay.post("/generate", ROUTED_BODY))["output_ids"]) == 4
     # An abort of what runs, as before an evaluation.
     (worker,) = fine(await http.get("/workers"))["workers"]
     assert (await http.post(f"{worker['url']}/abort_request", json={"abort_all": True})).status_code == 200

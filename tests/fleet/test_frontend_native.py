@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.completions.native_bodies import plan_sglang, plan_vllm
+from frontend.completions.native_bodies import ALL_THAT_FITS, plan_sglang, plan_vllm
 from frontend.completions.plans import Plan, plan_chat, plan_completion
 from tests.support.frontend_process import (
     PROMPT,
@@ -440,6 +440,6 @@ def test_a_length_that_the_caller_did_not_choose_is_marked() -> None:
             plan_completion({"prompt": "a", "max_tokens": 200}, "id"),
         ),
     ]
-    for (default, own), most in zip(chosen, (256, 128, 256, 16), strict=True):
+    for (default, own), most in zip(chosen, (ALL_THAT_FITS, 128, 256, 16), strict=True):
         assert ({one.max_tokens for one in default.requests}, default.any_length) == ({most}, True)
         assert ({one.max_tokens for one in own.requests}, own.any_length) == ({200}, False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontend.completions.native_bodies import VLLM_UNSERVED, plan_vllm
+from frontend.completions.native_bodies import VLLM_UNSERVED, plan_sglang, plan_vllm
 from frontend.completions.openai_bodies import ChatBody, CompletionBody
 from frontend.completions.plans import DEFAULT_CHAT_TOKENS, Plan
 from frontend.completions.tokens import parse_tokenize
@@ -26,6 +26,7 @@ from rl_plane.protocol.generation import (
 )
 from rl_plane.protocol.worker_ops import Tokenize
 from tests.support.openai_plans import chat, completion
+from tests.support.sglang_calls import ROUTED_BODY
 
 
 def test_a_plain_completion_has_openais_defaults() -> None:
@@ -524,6 +525,13 @@ def test_a_sampling_parameter_of_vllms_that_is_not_served_is_refused_by_name(fie
     with pytest.raises(PlaneError) as caught:
         plan_vllm(rollout(**{field: {"some": "thing"}}), "id")
     assert caught.value.facts["field"] == f"sampling_params.{field}"
+
+
+def test_a_body_that_sglangs_router_has_rewritten_means_the_base_unless_it_names_a_model() -> None:
+    plan = plan_sglang(ROUTED_BODY, "id")
+    assert (plan.model, plan.requests[0].prompt_token_ids, plan.logprobs) == (None, [5, 6], True)
+    assert plan_sglang({**ROUTED_BODY, "model": "m"}, "id").model == "m"
+    assert plan_sglang({**ROUTED_BODY, "model": "m", "lora_path": "a"}, "id").model == "a"
 
 
 STREAMED: dict[str, Callable[[dict[str, Any]], Plan]] = {
