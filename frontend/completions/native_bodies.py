@@ -5,6 +5,8 @@ Both become a `Plan`. `unserved_fields` has the fields that they refuse.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -41,6 +43,24 @@ ALL_THAT_FITS = 1 << 30
 """More new tokens than any worker has room for. With `any_length` the worker's refusal says how many fit."""
 SGLANG_TOKENS = 128
 """SGLang's own default."""
+
+log = logging.getLogger("frontend.completions.native_bodies")
+
+
+@functools.cache
+def say_that_logprobs_are_raw() -> None:
+    """Says it once for each process. These routes' own servers, as trainers start them, divide the logits."""
+    log.warning(
+        "a request asks for logprobs at a temperature other than 0 and 1. They are of the raw logits, "
+        "not of the logits divided by the temperature: train at temperature 1"
+    )
+
+
+def _with_raw_logprobs(plan: Plan) -> Plan:
+    if plan.logprobs and plan.requests[0].temperature not in (0.0, 1.0):
+        say_that_logprobs_are_raw()
+    return plan
+
 
 # ---- vLLM's ----
 
@@ -124,7 +144,7 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
         "prompt_token_texts": prompt_logprobs is not None and sampling.detokenize is not False,
         "routed_experts": bool(parsed.return_routed_experts),
     }
-    return Plan(
+    plan = Plan(
         id=parsed.request_id or request_id,
         model=parsed.model,
         requests=requests_of(
@@ -141,6 +161,7 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
         fields=VLLM_FIELDS | {"structured_output": form_field},
         any_length=sampling.max_tokens is None,
     )
+    return _with_raw_logprobs(plan)
 
 
 def _without_unknown_sampling(body: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +286,7 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         "prompt_top_logprobs": (parsed.top_logprobs_num or 0) if start >= 0 else 0,
         "routed_experts": bool(parsed.return_routed_experts),
     }
-    return Plan(
+    plan = Plan(
         id=parsed.rid or request_id,
         model=parsed.lora_path or parsed.model,
         requests=requests_of(
@@ -285,3 +306,4 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         scored_from=max(0, start),
         any_length=given.max_new_tokens is None,
     )
+    return _with_raw_logprobs(plan)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontend.completions.native_bodies import VLLM_UNSERVED, plan_sglang, plan_vllm
+from frontend.completions.native_bodies import VLLM_UNSERVED, plan_sglang, plan_vllm, say_that_logprobs_are_raw
 from frontend.completions.openai_bodies import ChatBody, CompletionBody
 from frontend.completions.plans import DEFAULT_CHAT_TOKENS, Plan
 from frontend.completions.tokens import parse_tokenize
@@ -532,6 +532,25 @@ def test_a_body_that_sglangs_router_has_rewritten_means_the_base_unless_it_names
     assert (plan.model, plan.requests[0].prompt_token_ids, plan.logprobs) == (None, [5, 6], True)
     assert plan_sglang({**ROUTED_BODY, "model": "m"}, "id").model == "m"
     assert plan_sglang({**ROUTED_BODY, "model": "m", "lora_path": "a"}, "id").model == "a"
+
+
+def test_logprobs_of_a_trainers_temperature_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    def sampled(temperature: float, more: dict[str, Any]) -> dict[str, Any]:
+        return {**more, "sampling_params": {"temperature": temperature}}
+
+    say_that_logprobs_are_raw.cache_clear()
+    for temperature in (0, 1):
+        plan_vllm(rollout(temperature=temperature), "id")
+        plan_sglang(sampled(temperature, ROUTED_BODY), "id")
+    plan_sglang(sampled(0.7, {"input_ids": [5]}), "id")
+    assert caplog.messages == []
+    for plan, body in ((plan_vllm, rollout(temperature=0.7)), (plan_sglang, sampled(0.7, ROUTED_BODY))):
+        say_that_logprobs_are_raw.cache_clear()
+        for _ in range(2):
+            plan(body, "id")
+        (message,) = caplog.messages
+        assert "train at temperature 1" in message
+        caplog.clear()
 
 
 STREAMED: dict[str, Callable[[dict[str, Any]], Plan]] = {
