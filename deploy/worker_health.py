@@ -7,11 +7,20 @@ import os
 import platform
 import sys
 
-from rl_plane import PlaneError, RlClient
+from rl_plane import NatsCredentials, PlaneError, RlClient
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 
 TIMEOUT_S = 8.0
 """Below the health check's own time-out, so that its log has a reason."""
+
+FILES = {
+    "nkey": "RL_PLANE_HEALTH_NATS_NKEY",
+    "creds": "RL_PLANE_HEALTH_NATS_CREDS",
+    "ca": "RL_PLANE_NATS_CA",
+    "cert": "RL_PLANE_NATS_CERT",
+    "cert_key": "RL_PLANE_NATS_CERT_KEY",
+}
+"""The variables of the files for NATS. The key is not the worker's own, because a worker's role may ask no worker."""
 
 
 async def check() -> str:
@@ -21,6 +30,7 @@ async def check() -> str:
         os.environ.get("RL_PLANE_NAMESPACE") or DEFAULT_NAMESPACE,
         os.environ.get("RL_PLANE_COMPONENT") or DEFAULT_COMPONENT,
         name="health",
+        credentials=NatsCredentials(**{field: os.environ.get(name) or None for field, name in FILES.items()}),
     )
     async with client:
         here = [one for one in await client.list_workers() if one.info["host"] == platform.node()]

@@ -71,7 +71,7 @@ FEATURES = {
     ),
     "prepare_update:unstaged": Feature(
         "base weights that overwrite the served ones (`staging: none`)",
-        ("test_mixed_fleet::test_weights_that_are_written_over_the_served_ones",),
+        ("test_mixed_fleet::test_weights_overwritten_in_place_are_served_unless_wrong",),
     ),
     "prepare_update:lora": Feature(
         "LoRA adapters",
@@ -102,7 +102,7 @@ FEATURES = {
     ),
     "generate:seed": Feature(
         "`seed` in a request",
-        of_engines("test_seeds_whatever_else_runs", "test_a_seed_gives_the_same_tokens_whatever_else_runs"),
+        of_engines("test_a_seed_gives_the_same_tokens_whatever_else_runs"),
         "`sglang`: only with `--deterministic`",
     ),
     "generate:prompt_logprobs": Feature(
@@ -123,7 +123,9 @@ FEATURES = {
     "generate:bad_words_token_ids": Feature("`bad_words_token_ids` in a request", CHOICE),
     "generate:min_p": Feature(
         "`min_p` in a request",
-        of_engines("test_the_least_likely_tokens", "test_the_sampler_follows_the_distribution"),
+        of_engines(
+            "test_min_p_excludes_unlikely_tokens_or_is_refused", "test_the_sampler_follows_the_distribution"
+        ),
     ),
     "generate:frequency_penalty": Feature("`frequency_penalty` in a request", PENALTIES),
     "generate:presence_penalty": Feature("`presence_penalty` in a request", PENALTIES),
@@ -148,7 +150,7 @@ FEATURES = {
     ),
     "generate:truncate_prompt_tokens": Feature(
         "`truncate_prompt_tokens` in a request",
-        of_engines("test_a_request_allows_and_bars_tokens", "test_the_end_of_a_prompt"),
+        of_engines("test_a_request_allows_and_bars_tokens", "test_a_truncated_prompt_is_its_last_tokens"),
     ),
 }
 """The rows by their capability in `describe`, or by a name of this file."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 from dataclasses import dataclass
 
+from rl_plane._util.descriptors import open_limit
 from rl_plane.commit.steps import SESSION_IDLE_S
 from rl_plane.fleet.fleet import FORM_WAIT_S
 from rl_plane.protocol.generation import MAX_STREAMS
@@ -18,7 +18,7 @@ class FrontendLimits:
     head_timeout_s: float = 10.0
     """From the connection, or from the first byte of a further request, to the end of its head. Until then no key is
     known. A client sends a head at once."""
-    connections: int = max(64, min(16_384, resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 8))
+    connections: int = max(64, min(16_384, open_limit() * 3 // 8))
     """The bound of one listener. Both leave a quarter of the process's descriptors for everything else."""
     certificate_reload_s: float = 5.0
     """The interval at which the frontend looks at the certificate's files."""

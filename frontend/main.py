@@ -141,6 +141,7 @@ class Frontend:
     def _about(self) -> dict[str, Any]:
         return {
             "nats": self.bus.about,
+            "namespace": self.own.client.namespace,
             "component": self.own.name,
             **self.own.about(),
             "components": {name: one.about() for name, one in self.by_name.items()},
@@ -160,7 +161,7 @@ class Frontend:
     def end_streams(self) -> None:
         """Ends the streams of events. They never end by themselves, and would delay the stop for its whole grace."""
         for one in self.components:
-            one.events.stop()
+            one.events.end_streams()
 
     def generation_app(self, options: FrontendOptions, keys: Keys) -> Starlette:
         api = Api("rl_plane: generation", keys, options.allowed_hosts, openai_error)

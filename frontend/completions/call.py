@@ -306,7 +306,10 @@ class GenerationCall:
                 raise
         if isinstance(event, StaleStop):
             self._service.engines.moves["cut"] += 1
+        before = choice.prompt_tops
         choice.take(event)
+        if before is not None and choice.prompt_tops is None:  # another worker begins anew
+            self._prompt_tops -= before.places * before.count
 
     # ---- counts ----
 

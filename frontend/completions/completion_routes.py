@@ -22,7 +22,7 @@ from frontend.completions.plans import Plan, plan_chat, plan_completion
 from frontend.completions.reply_models import ChatReply, CompletionReply, ModelList
 from frontend.completions.tokens import DetokenizeBody, TokenizeBody, Tokens
 from frontend.server.api import ANY_KEY, Api, Endpoint, Method, Operation
-from frontend.server.bodies import read_json
+from frontend.server.bodies import read_prompts_body
 from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.replies import json_response
 from rl_plane.errors import InvalidRequest, NotFound, Unsupported
@@ -69,7 +69,7 @@ def _generation_endpoint(
     choose: ChooseComponent, make_plan: PlanMaker, prefix: str, reply: ReplyFormat
 ) -> Endpoint:
     async def answer(request: Request) -> Response:
-        plan = make_plan(await read_json(request), prefix + uuid.uuid4().hex)
+        plan = make_plan(await read_prompts_body(request), prefix + uuid.uuid4().hex)
         session, caller_id = session_of(request.headers), request.headers.get(CALLER_ID, "")
         if session or caller_id:
             plan = replace(plan, session=session, caller_id=caller_id)

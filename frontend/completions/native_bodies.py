@@ -79,13 +79,15 @@ class VllmSampling(SamplingBody):
     """false: no `decoded_token` beside the prompt's logprobs. The reply has no other text."""
     structured_outputs: StructuredOutputs | None = None
     """The form of the text."""
+    routed_experts_prompt_start: int | None = Field(None, ge=0)
+    """With `return_routed_experts`: leave out the rows of this many tokens at the start of the prompt."""
 
 
 VLLM_UNSERVED = frozenset(
     {
         *("bad_words", "extra_args", "flat_logprobs", "logprob_token_ids", "output_kind", "prompt_logprob_start"),
-        *("prompt_logprob_token_ids", "repetition_detection", "routed_experts_prompt_start"),
-        *("skip_reading_prefix_cache", "spaces_between_special_tokens", "stream_interval"),
+        *("prompt_logprob_token_ids", "repetition_detection", "skip_reading_prefix_cache"),
+        *("spaces_between_special_tokens", "stream_interval"),
         *("thinking_token_budget", "trace_decode_token_ids", "watermarking"),
     }
 )
@@ -159,6 +161,7 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
         return_token_ids=bool(parsed.return_token_ids),
         demands=demands_of(parsed),
         fields=VLLM_FIELDS | {"structured_output": form_field},
+        routed_from=sampling.routed_experts_prompt_start or 0,
         any_length=sampling.max_tokens is None,
     )
     return _with_raw_logprobs(plan)
@@ -217,6 +220,8 @@ class SglangGenerateBody(DemandFields):
     return_prompt_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     """Return the experts of the prompt and of the generated tokens in `meta_info`."""
+    routed_experts_start_len: int | None = Field(None, ge=0)
+    """With `return_routed_experts`: leave out the rows of this many tokens at the start of the prompt."""
     lora_path: str | None = None
     """The name of a loaded adapter. None: the base model."""
     model: str | None = None
@@ -237,6 +242,7 @@ SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.mode
     "top_logprobs": "top_logprobs_num",
     "prompt_logprobs": "logprob_start_len",
     "prompt_top_logprobs": "top_logprobs_num",
+    "routed_experts_prompt_start": "routed_experts_start_len",
     **ROUTED,
 }
 """A GenerateRequest's field → the name that SGLang's callers use."""
@@ -304,6 +310,7 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         batch=len(prompts.each) if prompts.batch else None,
         scores_only=given.max_new_tokens == 0,
         scored_from=max(0, start),
+        routed_from=parsed.routed_experts_start_len or 0,
         any_length=given.max_new_tokens is None,
     )
     return _with_raw_logprobs(plan)

@@ -44,7 +44,7 @@ def vllm_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> d
                 "logprobs": _vllm_logprobs(choice) if plan.logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason(plan),
-                "routed_experts": as_npy(choice.routed_experts),
+                "routed_experts": as_npy(choice.experts(plan)),
                 "weight_versions": spans_of(choice.labelled()),
                 **choice.provenance(),
             }
@@ -77,7 +77,7 @@ class VllmChunks:
             row["weight_versions"] = spans_of(choice.labelled())
         if delta.finish_reason is not None:
             row["stop_reason"] = choice.stop_reason(self._plan)
-            row["routed_experts"] = as_npy(choice.routed_experts)
+            row["routed_experts"] = as_npy(choice.experts(self._plan))
         chunk: dict[str, Any] = {**self._head, "choices": [row]}
         if self._plan.return_token_ids and not self._begun:
             chunk["prompt_token_ids"] = choice.prompt_token_ids
@@ -134,7 +134,7 @@ def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
             tops = [[[value, token, None] for token, value in place.tops] for _, _, place in scored[1:]]
             meta["input_top_logprobs"] = [None, *tops]
     if plan.routed_experts and choice.finish_reason is not None:
-        meta["routed_experts"] = as_int32(choice.routed_experts)
+        meta["routed_experts"] = as_int32(choice.experts(plan))
     reply = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
     if plan.return_token_ids:
         reply["prompt_token_ids"] = choice.prompt_token_ids or []

@@ -162,6 +162,8 @@ class GenerationBody(SamplingBody, SglangForms, DemandFields):
     """Name the tokens beside logprobs by their ids, `token_id:5`. Default: by their texts."""
     return_routed_experts: bool | None = None
     """Return the experts of each token of the prompt and of a choice. Also in `nvext`."""
+    routed_experts_prompt_start: int | None = Field(None, ge=0)
+    """With `return_routed_experts`: leave out the rows of this many tokens at the start of the prompt."""
     extra_fields: list[str] | None = Field(None, max_length=MAX_EXTRA_FIELDS)
     """Another place for `nvext.extra_fields`."""
     response_format: ResponseFormat | None = None
@@ -210,9 +212,9 @@ class ChatBody(GenerationBody, TemplateBody):
     """
 
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
-    """none: the template gets no tools. auto: a worker's parser reads the calls that the model has written, and the
-    message has them as `tool_calls`; the default, where a worker has a parser. required, or a named function: the text
-    has the form of such calls, and the message has them as `tool_calls`."""
+    """none: calls stay in the text as the model wrote them. auto: a worker's parser reads these calls, and the message
+    has them as `tool_calls`; the default, where a worker has a parser. required, or a named function: the text has the
+    form of such calls, and the message has them as `tool_calls`."""
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

@@ -220,7 +220,7 @@ def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
     if plan.prompt_logprobs and not plan.chat:
         reply["prompt_logprobs"] = prompt_logprobs(choice)
     if plan.routed_experts:
-        reply["routed_experts"] = as_npy(choice.routed_experts)
+        reply["routed_experts"] = as_npy(choice.experts(plan))
     return reply
 
 
@@ -291,7 +291,7 @@ class Chunks:
         if delta.finish_reason is not None:
             row["stop_reason"] = choice.stop_reason(plan)
             if plan.routed_experts:
-                row["routed_experts"] = as_npy(choice.routed_experts)
+                row["routed_experts"] = as_npy(choice.experts(plan))
             chunk["nvext"] = extension_of(plan, [choice])
         return chunk
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
+import msgpack
 from pydantic import Field, TypeAdapter, ValidationError
 
 from frontend.completions.auto_tools import AutoTools
@@ -28,7 +29,8 @@ from frontend.completions.structured_fields import only_form
 from frontend.completions.unserved_fields import without_unserved
 from frontend.routing.demands import NO_DEMANDS, Demands, demands_of
 from frontend.routing.progress import check_can_continue
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import InvalidRequest, PayloadTooLarge
+from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 from rl_plane.protocol.generation import GenerateRequest, check_prompt_tops
 from rl_plane.protocol.validation import invalid_from_pydantic, parse_body
 
@@ -39,6 +41,8 @@ DEFAULT_CHAT_TOKENS = 256
 fill."""
 
 
+MAX_PACKED_BYTES = 5
+"""The bytes of a token, or of a character, in a message."""
 SAMPLED = SamplingBody.model_fields.keys() - {"n"}
 """The fields that a GenerateRequest has under the same names. null is its default. In `top_k` it has 0 for -1."""
 PROMPTS = frozenset({"prompt", "prompt_token_ids"})
@@ -74,6 +78,9 @@ class Plan:
     """The caller asked for no tokens. The engine makes one beside the scores of the prompt, and the reply drops it."""
     scored_from: int = 0
     """The first token of the prompt whose logprob the caller asked for."""
+    routed_from: int = 0
+    """With `routed_experts`: the first token of the prompt whose row the caller asked for. A prompt that is shorter has
+    the rows of its new tokens."""
     echo: bool = False
     """The prompt stands before the new tokens, in the text and in the logprobs."""
     echoed_tops: int = 0
@@ -105,6 +112,14 @@ class Plan:
         # The size of a text is an estimate. The call counts the rows that come.
         rows = sum(one.prompt_top_logprobs * one.prompt_size() for one in self.requests)
         check_prompt_tops(rows, self.field_of("prompt_top_logprobs", 0))
+        given = [one.prompt_token_ids for one in self.requests if one.prompt_token_ids is not None]
+        if self.routed_experts and self.routed_from > (shortest := min(map(len, given), default=self.routed_from)):
+            field = self.field_of("routed_experts_prompt_start", 0)
+            raise InvalidRequest(
+                f"{field} is {self.routed_from}, and a prompt has {shortest} tokens",
+                field=field,
+                fix="send at most the length of the shortest prompt",
+            )
         if self.demands.migrate:
             if self.instance_id is not None:
                 raise InvalidRequest(
@@ -193,13 +208,29 @@ def read_prompts(value: Any, field: str) -> Prompts | None:
     first = value[0] if isinstance(value, list) and value else None
     try:
         if isinstance(first, str):
-            return Prompts([{"prompt": text} for text in _TEXTS.validate_python(value, strict=True)], field, True)
+            texts = _TEXTS.validate_python(value, strict=True)
+            _check_each_fits(texts, field)
+            return Prompts([{"prompt": text} for text in texts], field, True)
         if isinstance(first, list):
             every = _MANY_TOKENS.validate_python(value, strict=True)
+            _check_each_fits(every, field)
             return Prompts([{"prompt_token_ids": ids} for ids in every], field, True)
         return Prompts.of(_TOKENS.validate_python(value, strict=True), field)
     except ValidationError as error:
         raise invalid_from_pydantic(error, field) from error
+
+
+def _check_each_fits(prompts: Sequence[str | list[int]], field: str) -> None:
+    """Raises PayloadTooLarge for a prompt that no message carries, before other prompts of the call begin."""
+    for index, prompt in enumerate(prompts):
+        if len(prompt) * MAX_PACKED_BYTES < MAX_MESSAGE_BYTES:
+            continue
+        if (size := len(msgpack.packb(prompt))) > MAX_MESSAGE_BYTES:
+            raise PayloadTooLarge(
+                f"{field}.{index} has {size} bytes; the message to a worker carries {MAX_MESSAGE_BYTES}",
+                field=f"{field}.{index}",
+                fix="send a shorter prompt",
+            )
 
 
 _TOKENS: TypeAdapter[list[int]] = TypeAdapter(TokenIds)
@@ -225,8 +256,6 @@ def plan_chat(body: dict[str, Any], request_id: str) -> Plan:
     check_choice(body.get("tool_choice"))
     parsed = parse_chat(ChatBody, body)
     messages, rendering = parsed.plain_messages(), parsed.rendering()
-    if parsed.tool_choice == "none":
-        rendering = rendering.model_copy(update={"tools": None})
     if (ids := _prompt_ids(parsed, "messages" if messages else None)) is not None:
         prompts = Prompts.of(ids, "prompt_token_ids")
     elif messages:
@@ -300,6 +329,7 @@ def _plan(
         | ({} if logprobs or not tokens_out else {"logprobs": "return_token_ids"}),
         batch=len(prompts.each) if prompts.batch else None,
         scores_only=max_tokens == 0,
+        routed_from=body.routed_experts_prompt_start or 0,
         echo=echo,
         echoed_tops=echoed or 0,
         forced=body.forced if isinstance(body, ChatBody) else None,

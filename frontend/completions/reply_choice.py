@@ -112,6 +112,12 @@ class Choice(ChoiceTokens):
         last = self.token_ids[-1] if self.token_ids else None
         return last if last in plan.requests[self.index].stop_token_ids else None
 
+    def experts(self, plan: Plan) -> RoutedExperts | None:
+        """The rows of experts that the caller asked for."""
+        if self.routed_experts is None:
+            return None
+        return self.routed_experts.cut(min(plan.routed_from, len(self.prompt_token_ids or ())))
+
     def partial(self) -> dict[str, Any]:
         """The choice as an error carries it. Its prompt's ids and its `token_ids` are the prompt to continue from."""
         if self.is_unlabelled:

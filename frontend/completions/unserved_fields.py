@@ -24,7 +24,7 @@ _ONLY_NULL = (
     # structured output by the names of older versions of vLLM, and options of how it is written
     "guided_json guided_regex guided_choice guided_grammar whitespace_pattern",
     # inputs and outputs that are no text
-    "prompt_embeds input_embeds image_data video_data audio_data audio images_config video_config features",
+    "prompt_embeds input_embeds audio images_config video_config features",
     "mm_hashes mm_content_hashes max_dynamic_patch min_dynamic_patch image_max_dynamic_patch",
     "video_max_dynamic_patch encoder_urls num_items_assigned need_wait_for_mm_inputs positional_embed_overrides",
     # templates, reasoning and tools
@@ -57,7 +57,10 @@ _ONLY_EMPTY_OBJECT = (
     "chat_template_kwargs chat_template_args mm_processor_kwargs media_io_kwargs vllm_xargs extra_args",
     "custom_params agent_hints",
 )
-_ONLY_EMPTY_LIST = ("tools functions documents logits_processors bad_words content_parts annotations",)
+_ONLY_EMPTY_LIST = (
+    "tools functions documents logits_processors bad_words content_parts annotations",
+    "image_data video_data audio_data",  # AReaL sends an empty list with each prompt of text
+)
 BOTH = (True, False)
 
 UNSERVED: dict[str, tuple[Any, ...]] = {

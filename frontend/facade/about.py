@@ -19,6 +19,7 @@ ABOUT_DOC = """What this frontend knows without a question to another process:
 - `key`: the id and the role of the caller's key
 - `nats`: the server's address without its password, `connected`, `lost_s` (seconds since the connection was lost),
   the server's version, `max_payload` in bytes, and whether it has JetStream
+- `namespace`: the namespace of all components that it serves
 - `component`: the frontend's own component. The next five are about it
 - `serving_lease`: whether it may route generation. Null: it delivers no tokens
 - `lock`: `{owner, held_s}` of the component's lock. Null: it is free

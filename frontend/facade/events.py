@@ -112,11 +112,16 @@ class FleetEvents:
         await self._view.bus.flush()
 
     def stop(self) -> None:
-        """Ends every stream, and refuses new listeners."""
-        self._stopping = True
+        """Ends every stream, and collects nothing more of members and the record."""
+        self.end_streams()
         self._stop_view()
         self._stop_record()
         self._stop_view = self._stop_record = lambda: None
+
+    def end_streams(self) -> None:
+        """Ends every stream, and refuses new listeners. What happens until `stop` is still stored, for the next
+        frontend."""
+        self._stopping = True
         if self._following is not None:
             self._following.cancel()
         for listener in self._listeners:

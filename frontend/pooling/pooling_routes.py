@@ -18,7 +18,7 @@ from frontend.pooling.pooled_call import PooledCall
 from frontend.pooling.pooling_bodies import ClassifyBody, EmbeddingsBody, PooledReply, ScoreBody, SglangPoolBody
 from frontend.pooling.pooling_plans import PooledPlan, plan_classify, plan_embeddings, plan_encode, plan_score
 from frontend.server.api import Api, Endpoint
-from frontend.server.bodies import read_json
+from frontend.server.bodies import read_prompts_body
 from frontend.server.event_stream import unless_gone
 from frontend.server.replies import json_response
 
@@ -48,7 +48,7 @@ def add_pooling_routes(api: Api, choose: ChooseComponent) -> None:
 
 def _endpoint(choose: ChooseComponent, make_plan: PlanMaker, prefix: str) -> Endpoint:
     async def answer(request: Request) -> Response:
-        body = await read_json(request)
+        body = await read_prompts_body(request)
         model = body.get("model")
         service = await choose(model if isinstance(model, str) else None)
         service.check_stays()

@@ -21,11 +21,15 @@ from rl_plane.protocol.strict_json import parse_json_object
 
 MAX_BODY_BYTES = 1_000_000
 """The size of one NATS message, which passes the body on."""
+MAX_PROMPTS_BYTES = 8_000_000
+"""A body of prompts: 1,000 of 1,000 tokens each. Each choice is a message of its own. Parsing takes some 80 MB, and up
+to 0.25 s, in which the frontend passes no token on."""
 MAX_NAMES_BYTES = 64_000_000
 """A body that announces tensors: as many as an update may have, with long names. The plane passes it on in pieces."""
 MAX_DISCARD_BYTES = 16_000_000
 """The listener reads a body over its limit to its end up to here. A client that loses its connection while it sends
 never sees the 413."""
+LONG_WORK = "send weights by a transport, and long work in several requests"
 BODY_TIMEOUT_S = 30.0
 """A client that sends its body slower than this occupies a connection for nothing."""
 DIGEST_BYTES = 16
@@ -33,7 +37,7 @@ DIGEST_BYTES = 16
 MAX_PARSED_AT_ONCE = 65_536
 """A larger body is parsed in a thread, one after the other, so that many of them don't stop the loop for long."""
 MAX_BRACKETS = 50_000
-"""Arrays and objects in a body of at most MAX_BODY_BYTES: a batch of prompts has some thousands."""
+"""Arrays and objects in a body of at most MAX_PROMPTS_BYTES: a batch of prompts has some thousands."""
 MAX_LARGE = 4
 """Bodies of more than MAX_BODY_BYTES under way: up to 1 GB, and several connections of one trainer."""
 LARGE_WAIT_S = 30.0
@@ -48,6 +52,12 @@ async def read_json(request: Request, within_s: float = BODY_TIMEOUT_S) -> dict[
     """Reads and parses a body of at most MAX_BODY_BYTES. An empty body is an empty object. Raises InvalidRequest if the
     body is not there within `within_s`."""
     return await _parsed(await _read_body(request, MAX_BODY_BYTES, None, within_s))
+
+
+async def read_prompts_body(request: Request) -> dict[str, Any]:
+    """Reads and parses a body of at most MAX_PROMPTS_BYTES, as `read_json` does."""
+    fix = "send the prompts in several requests"
+    return await _parsed(await _read_body(request, MAX_PROMPTS_BYTES, None, BODY_TIMEOUT_S, fix))
 
 
 class LargeBodyPlace:
@@ -82,20 +92,25 @@ async def read_hashed(request: Request, max_bytes: int, place: LargeBodyPlace) -
     object."""
     data = await _read_body(request, max_bytes, place, BODY_TIMEOUT_S)
     digest = await asyncio.to_thread(lambda: hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest())
-    return ({} if data[:8].strip() == b"null" else await _parsed(data)), digest
+    if data[:8].strip() == b"null":
+        return {}, digest
+    if len(data) <= MAX_BODY_BYTES:
+        return await _parsed(data), digest
+    return await asyncio.get_running_loop().run_in_executor(_LARGE, _parse_large, data), digest
 
 
 async def _parsed(data: bytearray) -> dict[str, Any]:
     if len(data) <= MAX_PARSED_AT_ONCE:
         return _parse(data)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_LARGE if len(data) > MAX_BODY_BYTES else _MEDIUM, _parse, data)
+    return await asyncio.get_running_loop().run_in_executor(_MEDIUM, _parse, data)
 
 
 def _parse(data: bytearray) -> dict[str, Any]:
-    if len(data) <= MAX_BODY_BYTES:
-        _check_brackets(data)
-        return parse_json_object(bytes(data))
+    _check_brackets(data)
+    return parse_json_object(bytes(data))
+
+
+def _parse_large(data: bytearray) -> dict[str, Any]:
     try:
         return parse_large_object(data)
     except ValueError as error:
@@ -115,13 +130,15 @@ def _check_brackets(data: bytearray) -> None:
         )
 
 
-async def _read_body(request: Request, max_bytes: int, place: LargeBodyPlace | None, within_s: float) -> bytearray:
+async def _read_body(
+    request: Request, max_bytes: int, place: LargeBodyPlace | None, within_s: float, fix: str = LONG_WORK
+) -> bytearray:
     most = max(max_bytes, MAX_DISCARD_BYTES)
     stated = request.headers.get("content-length", "0")
     size = int(stated) if stated.isascii() and stated.isdigit() else 0
     # A client that waits for "100 Continue" sees the limit before it sends anything.
     if size > most or (size > max_bytes and "expect" in request.headers):
-        raise _too_large(size, max_bytes)
+        raise _too_large(size, max_bytes, fix)
     data, read = bytearray(), 0
     try:
         async with asyncio.timeout(within_s) as limit:
@@ -143,16 +160,12 @@ async def _read_body(request: Request, max_bytes: int, place: LargeBodyPlace | N
             f"the body was not there within {within_s:g} s", field="body", fix="send it at once"
         ) from error
     if read > max_bytes:
-        raise _too_large(read, max_bytes)
+        raise _too_large(read, max_bytes, fix)
     return data
 
 
-def _too_large(size: int, most: int) -> PayloadTooLarge:
-    return PayloadTooLarge(
-        f"the body has {size} bytes or more; at most {most} are read",
-        field="body",
-        fix="send weights by a transport, and long work in several requests",
-    )
+def _too_large(size: int, most: int, fix: str) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body has {size} bytes or more; at most {most} are read", field="body", fix=fix)
 
 
 def idempotency_key(request: Request) -> str:

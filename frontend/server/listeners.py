@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from frontend.frontend_limits import LIMITS, FrontendLimits
+from rl_plane._util.limited_log import LimitedLog
 from rl_plane.errors import InvalidRequest
 
 log = logging.getLogger("frontend.server.listeners")
@@ -115,6 +116,7 @@ class _Heads:
 
     def __init__(self, limits: FrontendLimits) -> None:
         self.limits = limits
+        self.closing = LimitedLog(log)
         self.waiting: dict[_Protocol, asyncio.TimerHandle] = {}
 
     def wait(self, connection: _Protocol) -> None:
@@ -138,6 +140,11 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Joined(transport))  # type: ignore[arg-type]
         if len(self.connections) > self._heads.limits.connections:
+            self._heads.closing.warning(
+                "a connection was closed, because this listener has %d already: let clients share connections, raise "
+                "the hard limit of open files (ulimit -Hn), or start another frontend",
+                self._heads.limits.connections,
+            )
             # The oldest connection without a request makes room. If each has one, there is no room.
             next(iter(self._heads.waiting), self).close_silent()
         if not self.transport.is_closing():

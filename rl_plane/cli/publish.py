@@ -74,7 +74,8 @@ def publish(given: Command) -> int:
         policy = policy.model_copy(update={"keep_staged": True})
     reach: dict[str, Any] = {"fleet": values["url"], "admin_key": values["admin_key"]}
     reach["credentials"] = credentials(values)
-    if over_nats(given):
+    # Beside a frontend, object_store still connects to NATS by these files (`--option nats_url=…`).
+    if over_nats(given, only_there=("namespace",)):
         reach |= {
             "fleet": values["nats_url"] or DEFAULT_NATS_URL,
             "namespace": values["namespace"],

@@ -112,13 +112,14 @@ def _reasons(given: Command, error: PlaneError) -> list[Finding]:
 
 
 def _events(given: Command, ended: threading.Event) -> queue.Queue[None]:
-    """Gets an item for each event of the fleet, as a frontend streams them, until `ended`."""
+    """Gets an item for each event of the components that are asked about, as a frontend streams them, until `ended`."""
+    values = given.values
     happens: queue.Queue[None] = queue.Queue()
 
-    def follow() -> None:
+    def follow(component: str | None) -> None:
         while not ended.is_set():
             try:
-                for _ in read_events(given.values["url"], given.values["admin_key"], 0, None, True):
+                for _ in read_events(values["url"], values["admin_key"], 0, None, True, component):
                     happens.put(None)
                     if ended.is_set():
                         return
@@ -127,7 +128,8 @@ def _events(given: Command, ended: threading.Event) -> queue.Queue[None]:
             happens.put(None)
             ended.wait(AGAIN_S)
 
-    threading.Thread(target=follow, name="events", daemon=True).start()
+    for component in values["components"] or (None,):
+        threading.Thread(target=follow, args=(component,), name="events", daemon=True).start()
     return happens
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from rl_plane._util.descriptors import raise_open_limit
 from rl_plane._util.log_format import set_up_logging
 from rl_plane._util.plugins import ENGINES, plugins
 from rl_plane._util.processes import spare_collector
@@ -177,6 +178,7 @@ def run_frontend(given: Command) -> int:
     """Serves HTTP until a signal."""
     values = given.values
     _set_up_logging(values)
+    raise_open_limit()  # the import reads the limit
 
     from frontend.main import serve
     from frontend.server.options import FrontendOptions

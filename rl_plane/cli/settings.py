@@ -114,6 +114,12 @@ SETTINGS: dict[str, Setting] = {
     for setting in (
         # the bus; a NATS URL may carry a password
         Setting("nats_url", f"The NATS server. Default: {DEFAULT_NATS_URL}.", _NATS_URL, secret=True),
+        Setting(
+            "over_nats",
+            "Ask over NATS, and no frontend. The flags --nats-url, --nats-nkey and --nats-creds do so too.",
+            bool,
+            False,
+        ),
         Setting("nats_nkey", "The file of this process's NKey, as `rl-plane keys` makes it.", types.PATH_TO_FILE),
         Setting("nats_creds", "A .creds file, in the place of an NKey.", types.PATH_TO_FILE),
         Setting(
@@ -487,7 +493,8 @@ def command(
             raise BadSetting(
                 "the address has a password, which every user of this machine can read in the list of processes",
                 field="--nats-url",
-                fix="set RL_PLANE_NATS_URL, or give a key by --nats-nkey",
+                fix=f"set RL_PLANE_NATS_URL{' and give --over-nats' if 'over_nats' in values else ''}, "
+                "or give a key by --nats-nkey",
             )
         try:
             return handler(Command(values, frozenset(flags)))

@@ -1,4 +1,4 @@
-"""The commands that read or change a running fleet: through a frontend, or over NATS with --nats-url."""
+"""The commands that read or change a running fleet: through a frontend, or over NATS."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from rl_plane.cli.canary_file import read_canary
 from rl_plane.cli.keys import NATS_FILES, credentials
 from rl_plane.cli.output import BadSetting, say, say_json
 from rl_plane.cli.setting_types import INSTANCE_ID
-from rl_plane.cli.settings import Command, command
+from rl_plane.cli.settings import SETTINGS, Command, command
 from rl_plane.cli.show import absent, show, weights_differ
 from rl_plane.cli.wait_display import STATE_BODY, STATE_S, TICK_S, ReadState, seconds_shown
 from rl_plane.errors import DeadlineExceeded, NoWorkers, PermissionDenied
@@ -46,7 +46,9 @@ SHOWN = frozenset({"publish", *(op.name for op in FLEET_OPS.values() if op.commi
 """The calls that show the running update while they wait. `publish` is a command of several calls, and no op."""
 
 SELECT = ("components", "select_workers")
-REACH = ("url", "admin_key", "nats_url", *NATS_FILES, "namespace", "timeout_s", "json")
+REACH = ("url", "admin_key", "over_nats", "nats_url", *NATS_FILES, "namespace", "timeout_s", "json")
+OF_NATS = ("namespace", "nats_ca", "nats_cert", "nats_cert_key")
+"""The settings that say how to ask over NATS, but not that NATS is asked."""
 POLICY = (
     "version",
     "barrier",
@@ -265,9 +267,28 @@ def ask(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[s
     return {**replies[-1], "workers": rows, "elapsed_s": sum(reply.get("elapsed_s", 0.0) for reply in replies)}
 
 
-def over_nats(given: Command) -> bool:
-    """Reports whether the flags ask for NATS, and not for a frontend."""
-    return not given.flags.isdisjoint(("nats_url", "nats_nkey", "nats_creds"))
+def over_nats(given: Command, only_there: Sequence[str] = OF_NATS) -> bool:
+    """Reports whether the command asks for NATS, and not for a frontend.
+
+    Variables alone do not ask for it: a frontend's container has them too.
+
+    Args:
+        given: The command, with the settings of `REACH`.
+        only_there: The settings that mean nothing to a frontend.
+
+    Raises:
+        BadSetting: a frontend is asked, and a flag is given that it would not heed.
+    """
+    if given.values["over_nats"] or not given.flags.isdisjoint(("nats_url", "nats_nkey", "nats_creds")):
+        return True
+    for name in only_there:
+        if name in given.flags:
+            raise BadSetting(
+                "the frontend at --url ignores it: it serves its own namespace, by its own connection to NATS",
+                field=SETTINGS[name].opts[0],
+                fix="give --nats-url (or --over-nats); or leave it out, and give the --url of that fleet's frontend",
+            )
+    return False
 
 
 def connected(given: Command, body: Mapping[str, Any]) -> SyncRlClient:

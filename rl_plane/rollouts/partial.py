@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_plane.errors import (
+    ERROR_CODES,
     EngineFailed,
     InvalidRequest,
     PlaneError,
@@ -50,9 +51,13 @@ because all are full, closed or restarting, is sent again until the time is over
 BEGUN = (WorkerLost, WrongNumerics, Unlabelled, StaleWeights, Stalled)
 """Errors of a request that a worker had begun. They count as tries, so a rollout sends a request that kills its
 workers only a few times."""
+OF_A_PROXY = frozenset({502, 503, 504})
+"""Statuses by which a proxy says that it had no answer of the frontend, which may have begun the request."""
 OF_NO_CONNECTION = (ConnectionRefusedError, socket.gaierror)
 NAMED_SO = ("ClientConnector", "ConnectError", "ConnectTimeout", "ConnectionTimeout", "NewConnection", "Pool")
 """The beginnings of HTTP libraries' names for errors of a request that has reached no server."""
+PROXY_CHARS = 200
+"""The part of a proxy's answer that an error shows."""
 RETRY_S = 1.0
 """Seconds until a retry, if the error does not say."""
 SEED_STEP = 1 << 32
@@ -148,7 +153,7 @@ class Rollout:
     def with_reply(self, status: int, reply: Mapping[str, Any]) -> tuple[Rollout, PlaneError | None]:
         """This rollout with the tokens of a reply, and the reply's error."""
         if status != 200:
-            error = error_from_wire(dict(reply["error"]))
+            error = _error_of(status, reply)
             partial = error.facts.get("partial")
             return (self if partial is None else self._with(partial, partial["logprobs"])), error
         (choice,) = reply["choices"]
@@ -179,6 +184,15 @@ class Rollout:
         if reason in (None, "abort", "error"):  # the part was stopped; the completion has not ended
             reason = "length" if joined.left == 0 else None
         return replace(joined, finish_reason=reason)
+
+
+def _error_of(status: int, reply: Mapping[str, Any]) -> PlaneError:
+    """The error of a reply. A proxy's JSON has another form, or a code that is not the plane's."""
+    wire = reply.get("error")
+    if isinstance(wire, Mapping) and (status not in OF_A_PROXY or str(wire.get("code")) in ERROR_CODES):
+        return error_from_wire(dict(wire))
+    words = f"status {status} without an error of the frontend: {str(reply)[:PROXY_CHARS]}"
+    return Stalled(words) if status in OF_A_PROXY else PlaneError(words)
 
 
 def _makers(choice: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

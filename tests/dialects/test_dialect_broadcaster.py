@@ -49,7 +49,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 GLOO_S = 20.0
 
 
-async def test_trainers_that_broadcast_to_vllm(plane: Plane) -> None:
+async def test_vllms_trainers_update_a_fleet_by_broadcast(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, 2)
     with BroadcastTrainer(plane) as trainer:
@@ -412,7 +412,7 @@ def many_tensors(plane: Plane, seed: int) -> Path:
     return path
 
 
-async def test_more_names_than_a_message_carries(plane: Plane) -> None:
+async def test_an_update_may_name_more_tensors_than_a_message_carries(plane: Plane) -> None:
     """TRL and SGLang-Omni's trainers announce all tensors of a model in one call."""
     before, after = (many_tensors(plane, seed) for seed in (1, 2))
     plane.spawn_copies(2, model=before)

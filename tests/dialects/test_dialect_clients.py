@@ -269,7 +269,11 @@ async def test_the_facade_refuses_vllms_nccl_trainer_before_any_worker_waits(
         # TRL's synchronous client: all of it that needs no GPU, its retries included.
         await trainer.do("client", client_of(plane, "trl, synchronous", http))
         assert await trainer.do("call", ["get_world_size"]) == 1
-        assert (await trainer.do("call", ["get_server_info"]))["weight_transfer_config"] == {"backend": "gloo"}
+        info = await trainer.do("call", ["get_server_info"])
+        assert info["weight_transfer_config"] == {"backend": "gloo"}
+        assert (
+            info["model_config"]["logprobs_mode"] == "raw_logprobs"
+        )  # GRPOTrainer reads it before its first step
         await trainer.do("call", ["reset_prefix_cache"])
         prompts = [PROMPT, PROMPT[-1:]]
         made = await trainer.do("call", ["generate", prompts, None, 2, 1.0, 0.0, 1.0, 0, 0.0, TOKENS])
@@ -279,7 +283,7 @@ async def test_the_facade_refuses_vllms_nccl_trainer_before_any_worker_waits(
             await trainer.do("call", ["init_communicator", "cpu"])
 
 
-async def test_skyrls_calls_on_the_drop_in_of_the_examples(plane: Plane) -> None:
+async def test_the_skyrl_client_of_the_examples_updates_a_fleet(plane: Plane) -> None:
     """SkyRL's trainer pauses, sends one bucket after the other, and resumes."""
     ids = await fleet(plane, 2)
     sync = await asyncio.to_thread(SyncRlClient.connect, plane.url, plane.namespace, plane.component)

@@ -159,7 +159,9 @@ async def test_an_adapter_that_no_engine_takes_is_asked_for_once(plane: Plane, d
 
 
 @pytest.mark.parametrize("dialects", [("prime-rl",), ("vllm", "sglang", "prime-rl")])
-async def test_its_pool_of_dynamos_workers(plane: Plane, dialects: tuple[str, ...]) -> None:
+async def test_prime_rls_pool_of_dynamos_workers_updates_by_directory_only(
+    plane: Plane, dialects: tuple[str, ...]
+) -> None:
     """Dynamo's pool calls methods of prime-rl's own worker. The fleet carries out only the method that
     names a directory."""
     plane.spawn_copies(2)
@@ -197,7 +199,7 @@ async def test_a_repeated_post_gets_the_first_ones_answer(plane: Plane) -> None:
         assert fine(replies[0])["version"]["sequence"] == 1
 
 
-async def test_an_update_that_is_done_and_comes_again_is_another_one_of_what_is_in_the_directory(
+async def test_an_update_repeated_after_its_end_reads_the_directory_again(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
     """The answer was lost. The update is not remembered, because a trainer may write each step to the same path."""
@@ -246,7 +248,7 @@ async def test_a_worker_that_dies_in_an_update_fails_it_for_all_with_no_5xx(plan
         assert await served(http) == [(True, "initial")]
 
 
-async def test_discovery_as_dynamos_clients_read_it(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_dynamos_clients_discover_the_workers_and_the_fleet(plane: Plane, http: httpx.AsyncClient) -> None:
     root = str(http.base_url).rstrip("/")
     found = fine(await http.get("/v1/rl/workers"))
     assert (found["protocol_version"], found["namespace"]) == (1, plane.namespace)

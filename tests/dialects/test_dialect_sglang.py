@@ -56,7 +56,9 @@ async def test_server_info_describes_the_fleet_as_one_server(plane: Plane) -> No
         assert refused(await http.post("/workers", json={"url": "http://elsewhere"}), 400)["field"] == "url"
 
 
-async def test_pause_and_what_goes_with_it(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
+async def test_sglangs_pause_modes_become_abort_or_keep_until_continue(
+    plane: Plane, caplog: pytest.LogCaptureFixture
+) -> None:
     ids = plane.spawn_copies(2)
     async with facade(plane) as http:
         for mode, kept in ((None, "abort"), ("retract", "keep"), ("in_place", "keep"), ("abort", "abort")):
@@ -161,7 +163,7 @@ async def test_a_call_that_the_fleet_can_not_do_is_refused_by_its_field(plane: P
         assert await served(http) == [(True, "initial")] * 2
 
 
-async def test_tensors_in_the_body(plane: Plane) -> None:
+async def test_safetensors_in_a_body_update_the_fleet_and_others_are_refused(plane: Plane) -> None:
     """Safetensors, and no pickle of anything else than shared tensors."""
     plane.spawn_copies(2)
     path = "/update_weights_from_tensor"
@@ -279,7 +281,7 @@ async def test_without_vllms_dialect_its_bodies_are_sglangs(plane: Plane) -> Non
         assert await served(http) == [(True, "named")]
 
 
-async def test_checks_adapters_and_memory(plane: Plane) -> None:
+async def test_sglangs_calls_check_weights_load_adapters_and_release_memory(plane: Plane) -> None:
     ids = plane.spawn_copies(2)
     model = plane.model()
     adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, model)
@@ -364,7 +366,7 @@ def _closed(statuses: StatusLog) -> list[str]:
     return list(dict.fromkeys(those))
 
 
-async def test_the_cycle_of_trainers_on_the_same_gpu(plane: Plane) -> None:
+async def test_a_colocated_trainer_updates_while_the_kv_cache_is_released(plane: Plane) -> None:
     """verl's order, slime's, and verl's for adapters: memory goes after the rollout, the trainer resumes the memory
     of the weights, then sends new ones, and last the KV cache."""
     ids = plane.spawn_copies(2)
@@ -431,6 +433,7 @@ async def test_areal_sends_aborted_requests_again(plane: Plane) -> None:
             while made < tokens and "length" not in ends:
                 body = {
                     "input_ids": prompt,
+                    "image_data": [],
                     "sampling_params": {"max_new_tokens": tokens - made, "temperature": 0, "ignore_eos": True},
                     "return_logprob": True,
                     "stream": False,

@@ -46,7 +46,7 @@ WORKERS = 2
 BUCKETS = 4
 
 
-async def test_trainers_that_speak_to_sglang(plane: Plane) -> None:
+async def test_sglangs_trainers_update_a_fleet(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, WORKERS)
     with BroadcastTrainer(plane) as trainer:
@@ -285,7 +285,7 @@ fake.EngineInfo = lambda **info: described(**info | {"world_size": 6, "tp_size":
 """
 
 
-async def test_the_sizes_of_a_worker(plane: Plane) -> None:
+async def test_server_info_has_the_sizes_of_a_worker_or_refuses_mixed_sizes(plane: Plane) -> None:
     """A trainer lays its own stages over the engine's."""
     plane.spawn_copies(WORKERS, patch=OF_SIX_RANKS)
     async with facade(plane) as http:
@@ -295,7 +295,7 @@ async def test_the_sizes_of_a_worker(plane: Plane) -> None:
         assert refused(await http.get("/server_info"), 409)["field"] == "tp_size"
 
 
-async def test_tensors_that_come_at_once(plane: Plane) -> None:
+async def test_tensors_that_arrive_at_once_make_one_update(plane: Plane) -> None:
     """Each answer has the number of tensors held so far. The answer to the part that completes the update reports the
     commit."""
     plane.spawn_copies(WORKERS)
@@ -339,7 +339,7 @@ async def _nemo_rl(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None
     await proven(http, ids, 1, "nemo")
 
 
-async def test_groups_that_form_side_by_side(plane: Plane) -> None:
+async def test_groups_form_side_by_side_and_each_sends_a_part(plane: Plane) -> None:
     """slime forms a group for each stage of its pipeline, and repeats no call. The first stage comes late; meanwhile
     other callers that wait for the lock are refused."""
     witnesses = Witnesses(plane)

@@ -64,6 +64,7 @@ async def test_the_reading_routes_answer_before_the_first_update(plane: Plane, h
     assert config["model_config"]["model"] == model["id"]
     assert config["model_config"]["dtype"] == "torch.float32"
     assert config["model_config"]["max_model_len"] == model["max_model_len"]
+    assert config["model_config"]["logprobs_mode"] == "raw_logprobs"
     assert config["parallel_config"]["data_parallel_size"] == 1
     assert config["parallel_config"]["world_size"] == 3
     assert config["weight_transfer_config"] == {"backend": "gloo"}
@@ -135,7 +136,7 @@ async def test_a_caller_ends_its_request_by_its_own_name(http: httpx.AsyncClient
     await other
 
 
-async def test_caches_checks_and_sleep(http: httpx.AsyncClient) -> None:
+async def test_vllms_cache_checker_and_sleep_calls_steer_the_fleet(http: httpx.AsyncClient) -> None:
     reply = fine(await http.post("/reset_prefix_cache", json={"reset_running_requests": False}))
     assert reply["success"] is True
     assert refused(await http.post("/reset_prefix_cache?reset_external=true"), 501)["field"] == "reset_external"
@@ -319,7 +320,7 @@ async def test_a_sleep_that_only_paused_says_for_how_long(plane: Plane) -> None:
         assert fine(await http.get("/is_paused")) == {"is_paused": True}
 
 
-async def test_adapters_as_vllm_has_them(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_vllms_adapter_calls_load_replace_and_unload(plane: Plane, http: httpx.AsyncClient) -> None:
     paths = [make_fake_adapter(plane.tmp / "weights" / f"adapter{seed}", seed, plane.model()) for seed in (1, 2)]
     body = {"lora_name": "a", "lora_path": str(paths[0])}
     assert "added" in fine(await http.post("/v1/load_lora_adapter", json=body))["message"]
@@ -333,7 +334,7 @@ async def test_adapters_as_vllm_has_them(plane: Plane, http: httpx.AsyncClient) 
     refused(await http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}), 404)
 
 
-async def test_adapters_as_skyrl_loads_them(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_skyrls_adapter_calls_load_replace_and_unload(plane: Plane, http: httpx.AsyncClient) -> None:
     """SkyRL's `load_lora_adapter` and `unload_lora_adapter`: the same name with another directory, without a pause."""
     paths = [make_fake_adapter(plane.tmp / "weights" / f"adapter{seed}", seed, plane.model()) for seed in (1, 2)]
     answers, digests = [], []
@@ -359,7 +360,9 @@ async def test_adapters_as_skyrl_loads_them(plane: Plane, http: httpx.AsyncClien
     assert fine(await http.get("/v1/rl/weight_version"))["adapters"] == {}
 
 
-async def test_an_update_from_a_directory_in_three_calls(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_three_calls_of_vllm_commit_an_update_from_a_directory(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     """vLLM's session without a group: `update_info` names a directory."""
     fine(await http.post("/start_weight_update"))
     assert await served(http) == [(True, "initial")] * 3
@@ -502,7 +505,7 @@ async def test_a_call_out_of_order_or_impossible_is_refused_by_its_field(
     assert len(fine(await http.get("/v1/rl/updates"))["updates"]) == 1
 
 
-async def test_skyrl_step_by_step(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_skyrls_calls_update_the_fleet_at_each_step(plane: Plane, http: httpx.AsyncClient) -> None:
     """SkyRL's client has no time-outs and does not repeat. It needs `Content-Length`, JSON, and a real bool."""
     assert fine(await http.request("GET", "/get_world_size", json={}))["world_size"] == 3
     for step in (1, 2):

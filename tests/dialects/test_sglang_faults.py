@@ -44,7 +44,7 @@ ENDS_S = 30.0
 """Every side has its error by then."""
 
 
-async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None:
+async def test_a_worker_killed_between_buckets_ends_only_the_running_update(plane: Plane) -> None:
     """The trainer gets an error, the fleet keeps the version it served, and the same trainer continues with the
     workers left."""
     witnesses = Witnesses(plane)
@@ -235,7 +235,7 @@ async def test_an_update_is_ended_by_its_own_dialect_alone(plane: Plane) -> None
             assert await served(http) == [(True, "sglang")] * 2
 
 
-async def test_a_fleet_that_is_taken_for_a_moment(plane: Plane) -> None:
+async def test_an_update_outlasts_another_callers_change_of_the_fleet(plane: Plane) -> None:
     """An update is not lost when another caller changes the fleet in between: each call of an update waits for that,
     and says what has become of it."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
@@ -363,7 +363,7 @@ async def _refused_at_the_end(replay: Replay, plane: Plane, client: RlClient) ->
         assert await served(replay.http) == [(True, label)] * 2
 
 
-async def test_a_fleet_that_is_gone_after_a_part(plane: Plane) -> None:
+async def test_a_part_sent_to_a_lost_fleet_is_a_409_and_no_503(plane: Plane) -> None:
     """The answer is no 503, because a trainer would send the part again."""
     plane.spawn()
     with BroadcastTrainer(plane) as trainer:

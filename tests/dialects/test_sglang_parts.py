@@ -55,7 +55,7 @@ def _head(row: dict[str, Any]) -> dict[str, Any]:
     return {key: row[key] for key in ("instance_id", "incarnation")}
 
 
-async def test_a_part_that_comes_again_when_it_is_done(plane: Plane) -> None:
+async def test_a_repeated_part_gets_the_same_answer_and_changes_nothing(plane: Plane) -> None:
     """verl's client sends a call again, up to three times, when it has waited for its answer for 60 s."""
     plane.spawn_copies(2)
     path = "/update_weights_from_tensor"
@@ -123,7 +123,7 @@ async def test_a_last_part_that_found_the_fleet_taken_may_come_again(plane: Plan
         assert await served(http) == [(True, "one")] * 2
 
 
-async def test_a_part_that_comes_while_the_update_is_committed(plane: Plane) -> None:
+async def test_a_part_that_arrives_during_a_failed_commit_is_not_lost(plane: Plane) -> None:
     """The commit may not begin, and then puts back what it had taken: the part comes to that, and is not lost."""
     plane.spawn_copies(2)
     path = "/update_weights_from_tensor"

@@ -52,7 +52,7 @@ async def send(
     return await http.post(ROUTE, json=body)
 
 
-async def test_each_shape_that_trainers_send(plane: Plane) -> None:
+async def test_every_form_of_shared_tensors_updates_the_fleet(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, 2)
     with SharingTrainer(plane) as trainer:

@@ -110,7 +110,7 @@ def test_the_demo_learns_through_a_kill_and_a_join(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=pytest.mark.engines(name)) for name in ENGINES])
 @pytest.mark.docs  # of docs/engines.md: two engines and a trainer start, which takes two cores some minutes
 @pytest.mark.timeout(ENGINE_RUN_S + 60)
-def test_the_demo_with_another_engine(tmp_path: Path, short_tmp: Path, engine: str) -> None:
+def test_the_demo_learns_with_another_engine(tmp_path: Path, short_tmp: Path, engine: str) -> None:
     with demo(tmp_path, "--engine", engine, "--steps", str(ENGINE_STEPS), tmp=short_tmp) as process:
         printed, errors = process.communicate(timeout=ENGINE_RUN_S)
     assert process.returncode == 0, printed + errors

@@ -38,7 +38,7 @@ main(parser.parse_args())
         ("openai-chat", ["--endpoint", "/v1/chat/completions", "--temperature", "0.7", "--top-p", "0.9"]),
     ],
 )
-async def test_it_runs_unchanged(plane: Plane, backend: str, more: list[str]) -> None:
+async def test_vllms_bench_serve_runs_unchanged(plane: Plane, backend: str, more: list[str]) -> None:
     from worker.testing.tiny_model import make_witness_model
 
     model = make_witness_model(plane.tmp / "weights" / "witness", seed=1)

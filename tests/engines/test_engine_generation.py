@@ -141,7 +141,9 @@ async def test_greedy_tokens_are_those_of_a_plain_forward_before_and_after_swaps
     assert made[0] == made[2] != made[1]
 
 
-async def test_deltas_text_and_stops(engine: OffersMemory, models: Models) -> None:
+async def test_a_request_gives_its_tokens_text_and_spans_until_it_stops(
+    engine: OffersMemory, models: Models
+) -> None:
     chain = witnessed(1, 7, 16)
     result = await run(engine, ask([7], logprobs=True))
     assert (result.tokens, result.finish, len(result.logprobs)) == (chain, "length", 16)
@@ -185,7 +187,7 @@ async def test_stop_strings_cut_the_text_and_end_the_request(engine: OffersMemor
     assert engine.load() == (0, 0)
 
 
-async def test_seeds_whatever_else_runs(engine: OffersMemory, models: Models) -> None:
+async def test_a_seed_gives_the_same_tokens_whatever_else_runs(engine: OffersMemory, models: Models) -> None:
     await update(engine, models.tiny[1], 5)
     prompt = prompt_of(1, 9)
 
@@ -208,7 +210,9 @@ async def test_seeds_whatever_else_runs(engine: OffersMemory, models: Models) ->
     assert is_of(await run(engine, ask(prompt, temperature=1.0, top_k=1, logprobs=True)), models.tiny[1])
 
 
-async def test_seeds_of_a_prompt_that_is_computed_in_parts(engine: OffersMemory, models: Models) -> None:
+async def test_a_seed_gives_the_same_tokens_for_a_prompt_computed_in_parts(
+    engine: OffersMemory, models: Models
+) -> None:
     await update(engine, models.tiny[1], 6)
     seeded = ask(prompt_of(2, 2 * BATCH_TOKENS + 20), temperature=1.2, seed=11, max_tokens=30)
     in_parts = await run(engine, seeded)
@@ -293,12 +297,15 @@ async def test_penalties_choose_the_tokens_and_leave_the_logprobs_raw(
         with pytest.raises(Unsupported, match="logprobs"):
             await run(engine, request)
         return
+    free = await run(engine, ask(prompt, max_tokens=40))
     result = await run(engine, request)
+    assert result.tokens != free.tokens
     rows = logits_of(models.tiny[1], prompt, result.tokens)
     for place, token in enumerate(result.tokens):
         scores = penalized(rows[place], prompt, result.tokens[:place], *penalties)
         assert scores[token] > max(scores) - 2 * LOGPROBS
-    raw, _ = logprobs_of(models.tiny[1], prompt, result.tokens)
+    raw, gap = logprobs_of(models.tiny[1], prompt, result.tokens)
+    assert gap > 2 * LOGPROBS, "without penalties another token is the likeliest"
     assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
 
 
@@ -321,7 +328,9 @@ async def test_the_likeliest_tokens_are_those_of_a_plain_forward(engine: OffersM
         assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
 
 
-async def test_the_least_likely_tokens(kind: Kind, engine: OffersMemory, models: Models) -> None:
+async def test_min_p_excludes_unlikely_tokens_or_is_refused(
+    kind: Kind, engine: OffersMemory, models: Models
+) -> None:
     await update(engine, models.tiny[1], 8)
     prompt = prompt_of(3, 9)
     request = ask(prompt, temperature=1.0, seed=3, min_p=0.5, max_tokens=40, logprobs=True)
@@ -394,7 +403,7 @@ async def test_a_low_temperature_is_not_raised(engine: OffersMemory) -> None:
     assert made[other] / 400 == pytest.approx(1 / (1 + math.exp(0.01 / 0.005)), abs=0.07)  # at 0.01 it is 0.27
 
 
-async def test_more_requests_than_the_engine_takes_at_once(engine: OffersMemory) -> None:
+async def test_requests_beyond_the_engines_limit_wait_and_complete(engine: OffersMemory) -> None:
     runs = [Run(engine, ask([token], max_tokens=8)) for token in range(400)]
     for token, one in enumerate(runs):
         assert (await one.end()).tokens == witnessed(1, token, 8)

@@ -97,7 +97,7 @@ async def test_adapters_load_swap_and_unload(kind: Kind, engine: OffersMemory, m
 @pytest.mark.parametrize(
     "target", ["q_proj", "k_proj", "up_proj", "layers.0.self_attn.v_proj", "layers.1.mlp.gate_proj"]
 )
-async def test_adapters_of_a_part_of_a_layer(
+async def test_an_adapter_of_a_part_of_a_fused_layer_is_applied(
     engine: OffersMemory, models: Models, scratch: Path, target: str
 ) -> None:
     """Engines have the query, the key and the value in one layer."""
@@ -149,7 +149,7 @@ async def test_an_adapter_that_goes_ends_what_waits_for_it(engine: OffersMemory,
     assert (await other.end()).tokens == witnessed(1, 20, 16)
 
 
-async def test_a_reset_under_a_request_of_an_adapter_that_was_replaced(
+async def test_a_request_of_a_replaced_adapter_survives_a_reset_of_the_weights(
     engine: OffersMemory, models: Models
 ) -> None:
     """vLLM drops the adapters with the weights, and would look for the files of the first one."""
@@ -241,7 +241,7 @@ async def test_a_request_continues_if_its_adapter_could_not_be_replaced(
         assert is_of(result, models.tiny[1], models.adapters[1])
 
 
-async def test_a_request_on_its_way_when_its_adapter_goes(
+async def test_a_request_is_aborted_if_its_adapter_goes_before_it_starts(
     kind: Kind, engine: OffersMemory, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request must not reach the engine, which would look for the adapter's files and die."""
@@ -289,7 +289,9 @@ async def test_a_change_of_an_adapter_that_fails_changes_nothing(
     assert is_of(await run(engine, ask([9], adapter="x", logprobs=True)), models.tiny[1], models.adapters[2])
 
 
-async def test_adapters_that_do_not_fit(kind: Kind, engine: OffersMemory, models: Models, scratch: Path) -> None:
+async def test_adapters_that_the_engine_can_not_apply_are_refused(
+    kind: Kind, engine: OffersMemory, models: Models, scratch: Path
+) -> None:
     large = make_tiny_adapter(models.witness[1], scratch / "large", seed=1, r=65)
     with pytest.raises(InvalidWeights, match="rank is 65"):
         await receive(engine, reception(large, kind="lora"))

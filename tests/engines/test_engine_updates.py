@@ -179,7 +179,7 @@ async def waited_for(engine: OffersMemory) -> tuple[Run, Run, asyncio.Task[bool]
 
 
 @pytest.mark.parametrize("then", ["abort", "keep", "wait"])
-async def test_a_pause_after_a_wait_that_was_cancelled(engine: OffersMemory, then: PauseMode) -> None:
+async def test_each_kind_of_pause_works_after_a_cancelled_wait(engine: OffersMemory, then: PauseMode) -> None:
     """The cancelled wait had to restart the requests that it waits for."""
     one, late, waiting = await waited_for(engine)
     waiting.cancel()
@@ -296,7 +296,7 @@ async def test_a_flush_succeeds_only_while_no_request_runs(engine: OffersMemory)
 # weights
 
 
-async def test_a_swap_under_streams(engine: OffersMemory, models: Models) -> None:
+async def test_streams_continue_with_the_new_weights_after_a_swap(engine: OffersMemory, models: Models) -> None:
     """The second request gathers its tokens. They are handed on while it is paused, too."""
     gathers = (0.0, GATHER_S, 0.0)
     runs = [

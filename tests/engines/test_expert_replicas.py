@@ -58,7 +58,7 @@ def fleet(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> It
 
 # The first test needs a fleet that has just started.
 test_every_update_forth_and_back_is_exact = moe_scenarios.every_update_forth_and_back_is_exact
-test_adapters_of_the_attention = moe_scenarios.adapters_of_the_attention
+test_adapters_of_the_attention_are_exact = moe_scenarios.adapters_of_the_attention_are_exact
 
 
 def stream_of(fleet: MoeFleet, client: RlClient) -> Stream:
@@ -68,7 +68,7 @@ def stream_of(fleet: MoeFleet, client: RlClient) -> Stream:
 @pytest.mark.parametrize(
     ("busy", "kv"), [(1, "recompute"), (1, "keep"), (3, "recompute"), (3, "keep"), (7, "keep")]
 )
-async def test_an_update_amid_requests(
+async def test_requests_continue_over_an_update_of_all_replicas(
     fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient, busy: int, kv: str
 ) -> None:
     """All replicas pause, swap, score the canary's 3 sequences and continue. 1: one replica is idle. 3: the replicas
@@ -95,7 +95,9 @@ async def test_an_update_amid_requests(
         assert (await stream.end()).finish_reason == "abort"
 
 
-async def test_a_drain_with_an_idle_replica(fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient) -> None:
+async def test_a_drain_with_an_idle_replica_waits_for_the_busy_replica(
+    fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient
+) -> None:
     await client.run("update_weights", update_of(fleet.base(1), "one"))
     stream = stream_of(fleet, client)
     await stream.until(tokens=5)

@@ -174,7 +174,7 @@ async def test_a_mixed_batch_is_what_peft_makes_of_each(
     assert len({tuple(result.tokens) for result in results[:3]}) == 3  # the adapters matter
 
 
-async def test_more_modules_than_peft_takes_by_name(start: Start, root: Path) -> None:
+async def test_an_adapter_may_name_more_modules_than_peft_lists(start: Start, root: Path) -> None:
     """PEFT replaces 20 or more names by shorter names with the same meaning."""
     from peft import PeftModel
 
@@ -254,7 +254,7 @@ def adapter_of_single_experts(model: Path, path: Path, merged: Path) -> Path:
 # PEFT warns of patterns of parameters, which it uses, and of biases, which have one dimension.
 @pytest.mark.filterwarnings("ignore:Adapter 'default'. 2 LoRA tensor.s. have invalid shape")
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
-async def test_every_kind_of_adapter_that_peft_computes(start: Start, root: Path) -> None:
+async def test_every_kind_of_adapter_gives_the_logprobs_of_peft(start: Start, root: Path) -> None:
     """Side by side, before and after the base changes beneath them. The base is the same as without them."""
     from peft import PeftModel
 
@@ -577,7 +577,9 @@ def test_patterns_are_tried_with_the_names_of_parameters(root: Path) -> None:
     assert caught.value.facts["field"] == "adapter_config.rank_pattern"
 
 
-async def test_an_adapter_of_another_model_or_dtype(start: Start, root: Path, tiny: Path) -> None:
+async def test_an_adapter_of_another_shape_is_refused_and_a_dtype_needs_cast(
+    start: Start, root: Path, tiny: Path
+) -> None:
     engine = await start(tiny)
     wide = make_tiny_model(root / "wide", seed=1, intermediate_size=384)
     half = make_tiny_model(root / "half", seed=1, dtype="bfloat16")

@@ -49,7 +49,7 @@ async def ends_as_it_began(fleets: Fleets, stream: Streaming, component: str, pa
 
 
 @pytest.mark.timeout(300)
-async def test_a_policy_and_a_larger_reference_behind_one_frontend(plane: Plane) -> None:
+async def test_one_frontend_serves_a_policy_and_a_larger_reference(plane: Plane) -> None:
     policy, reference = plane, Plane(plane.url, plane.namespace, plane.tmp, "reference")
     weights = plane.tmp / "weights"
     first, second = (make_witness_model(weights / f"policy{seed}", seed) for seed in (1, 2))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.timeout(400)
-async def test_a_fleet_of_witnesses(plane: Plane) -> None:
+async def test_each_token_is_right_through_updates_a_failure_and_a_kill(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     client = await plane.client()
     ids = await asyncio.to_thread(witnesses.spawn, 2)

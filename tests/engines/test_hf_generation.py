@@ -198,7 +198,7 @@ async def test_no_labelled_token_depends_on_weights_of_noise(
         assert result.logprobs[labelled:] == pytest.approx(expected[labelled:], abs=1e-4)
 
 
-async def test_prompt_logprobs_of_a_request_that_ends_before_its_first_token(start: Start, models: Models) -> None:
+async def test_a_request_without_a_token_has_no_prompt_logprobs(start: Start, models: Models) -> None:
     engine = await start(models.tiny, max_batch_tokens=24)
     frozen = freeze_after(engine, 2)
     cut = Run(engine, ask(prompt_of(2, 100), prompt_logprobs=True))
@@ -269,7 +269,7 @@ def test_the_sampler_follows_the_distribution() -> None:
 # how a request ends, streaming, prompts
 
 
-async def test_stop_tokens_eos_and_length(start: Start, models: Models) -> None:
+async def test_stop_tokens_eos_and_length_end_a_request(start: Start, models: Models) -> None:
     engine = await start(models.witness[1])
     chain = witnessed(1, 9, 8)
     stopped = await run(engine, ask([9], stop_token_ids=[chain[3], 511], max_tokens=8))
@@ -436,7 +436,7 @@ async def test_penalties_choose_the_tokens_and_leave_the_logprobs_raw(
         assert scores[token] > max(scores) - 1e-4
 
 
-async def test_the_end_of_a_prompt(start: Start, models: Models) -> None:
+async def test_a_truncated_prompt_is_its_last_tokens(start: Start, models: Models) -> None:
     engine = await start(models.tiny, max_model_len=64)
     long = prompt_of(2, 100)
     cut = await run(engine, ask(long, truncate_prompt_tokens=20))

@@ -42,7 +42,7 @@ async def logits(http: httpx.AsyncClient, inputs: list[list[int]], **more: Any) 
 
 
 @pytest.mark.timeout(300)
-async def test_a_reward_model_through_updates_kills_and_load(plane: Plane) -> None:
+async def test_each_reply_of_a_reward_model_is_of_the_version_that_it_names(plane: Plane) -> None:
     """Every reply is of exactly one version, which it names, whatever the fleet does meanwhile."""
     models = [make_classifier(plane.tmp / "weights" / f"reward{seed}", seed) for seed in range(3)]
     wanted = [[logits_of(model, prompt) for prompt in INPUTS] for model in models]
@@ -116,7 +116,7 @@ async def test_a_reward_model_through_updates_kills_and_load(plane: Plane) -> No
 
 
 @pytest.mark.timeout(300)
-async def test_three_labels_and_embeddings(plane: Plane) -> None:
+async def test_a_classifier_names_its_labels_and_an_embedder_gives_vectors(plane: Plane) -> None:
     path = plane.tmp / "weights" / "labels"
     labels = make_classifier(path, 1, 3, id2label={0: "bad", 1: "fair", 2: "good"}, label2id=None)
     base = make_tiny_model(plane.tmp / "weights" / "base", 1)

@@ -224,7 +224,7 @@ async def test_a_pause_that_fails_leaves_the_engine_as_it_was(
     assert (await run(engine, ask([7]))).tokens == witnessed(1, 7, 16)
 
 
-async def test_waits_and_other_pauses(start: Start, models: Models) -> None:
+async def test_a_cancelled_wait_freezes_again_and_a_resume_ends_a_wait(start: Start, models: Models) -> None:
     engine = await start(models.witness[1])
     one = Run(engine, ask([7], max_tokens=2000))
     await one.reach(1)

@@ -31,7 +31,7 @@ def order(core: LockstepCore, what: str) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_pauses_that_reach_one_long_before_the_other(cores: list[LockstepCore], late: int) -> None:
+def test_two_cores_stay_in_step_if_pauses_reach_one_of_them_late(cores: list[LockstepCore], late: int) -> None:
     """One has had all of them before the other has had the second one. vLLM alone ends in a forward of one of them."""
     early, other = cores[1 - late], cores[late]
     for what in ORDERS:
@@ -46,7 +46,7 @@ def test_pauses_that_reach_one_long_before_the_other(cores: list[LockstepCore], 
     assert early.steps == other.steps
 
 
-def test_requests_of_one_run_until_both_are_paused(cores: list[LockstepCore]) -> None:
+def test_requests_of_one_core_run_until_both_cores_are_paused(cores: list[LockstepCore]) -> None:
     busy, idle = cores
     busy.core.scheduler.running = 1
     for core in cores:
@@ -65,7 +65,7 @@ def test_requests_of_one_run_until_both_are_paused(cores: list[LockstepCore]) ->
     assert busy.core.engines_running
 
 
-def test_a_request_that_is_gone_before_its_first_step(cores: list[LockstepCore]) -> None:
+def test_a_wave_ends_if_its_request_is_gone_before_the_first_step(cores: list[LockstepCore]) -> None:
     """The other core knows of it, and makes an empty step."""
     for core in cores:
         core.start_wave(0, excluded=0)
@@ -73,7 +73,7 @@ def test_a_request_that_is_gone_before_its_first_step(cores: list[LockstepCore])
         core.until(lambda: core.core.current_wave == 1 and core.still)  # noqa: B023
 
 
-def test_a_wave_starts_no_paused_one(cores: list[LockstepCore]) -> None:
+def test_a_wave_starts_no_paused_core(cores: list[LockstepCore]) -> None:
     """News of a request may come to one before a pause, and to another one after it."""
     for core in cores:
         order(core, "keep")

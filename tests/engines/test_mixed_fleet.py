@@ -142,7 +142,9 @@ async def test_every_engine_applies_deltas_to_what_it_keeps(
     await mixed.witnessed(client)
 
 
-async def test_a_trainers_checks_and_resets(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+async def test_trainers_checks_and_resets_work_on_every_engine(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
     """slime's check of its first update, miles' checksums, and SkyRL's reset of running requests."""
     await mixed.witnessed(client)
     async with facade(mixed.plane) as trainer:
@@ -467,7 +469,7 @@ async def test_a_caller_that_leaves_ends_its_request_in_each_engine(
         await until_running(mixed.plane, client, instance_id, 0)
 
 
-async def test_the_load_that_engines_count_themselves(
+async def test_engines_report_the_load_that_they_count_themselves(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     """vLLM and SGLang report the use of their KV cache. `hf` does not, and then there is no number."""
@@ -709,7 +711,7 @@ async def test_the_engines_generate_the_same_tokens_as_without_the_plane(
     await mixed.witnessed(client)
 
 
-async def test_tokens_in_with_an_adapter_whole_and_streamed(
+async def test_an_adapter_gives_the_same_tokens_whole_and_streamed(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     base, adapter = mixed.tiny(1), mixed.adapter(3)
@@ -775,7 +777,7 @@ async def test_the_page_of_engines_has_what_they_say(mixed: Mixed, client: RlCli
     assert page == generate.with_table(page, rows)
 
 
-async def test_weights_that_are_written_over_the_served_ones(
+async def test_weights_overwritten_in_place_are_served_unless_wrong(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))

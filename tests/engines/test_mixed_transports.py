@@ -96,7 +96,7 @@ async def test_updates_for_one_sglang_server_reach_all_three_engines(
     await each_transport.bring_call_by_call(mixed, client, http)
 
 
-async def test_tensors_that_a_trainer_shares_by_sglangs_serializer(
+async def test_tensors_shared_by_sglangs_serializer_reach_all_three_engines(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     """A list, a list that SGLang takes directly, and flattened buckets: each in three calls, from another process."""

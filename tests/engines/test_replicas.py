@@ -192,7 +192,7 @@ async def test_one_replica_with_wrong_weights_is_never_served(
     await client.run("destroy_transport", {"backend": weight_faults.BACKEND})
 
 
-async def test_one_replica_is_killed_while_weights_come(mixed: Mixed, client: RlClient) -> None:
+async def test_a_replica_killed_while_weights_come_ends_its_worker(mixed: Mixed, client: RlClient) -> None:
     """The worker ends, names the replica, and leaves nothing."""
     await mixed.witnessed(client)
     ((engine, _),) = mixed.ids.items()

@@ -57,7 +57,7 @@ def fleet_of(engine: str, model: Path, folder: Path, endpoint: str) -> Iterator[
         pytest.param("sglang", marks=pytest.mark.engines("sglang")),
     ],
 )
-def test_a_real_engine_s_update_and_completion(engine: str, tmp_path: Path) -> None:
+def test_a_real_engine_traces_an_update_and_a_completion(engine: str, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "served", seed=0, dtype="bfloat16")
     with collector() as spans, fleet_of(engine, model, tmp_path, spans.url) as fleet:
         published = make_tiny_model(fleet.root / "step_1", seed=1, dtype="bfloat16")

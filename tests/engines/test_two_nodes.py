@@ -201,7 +201,7 @@ async def test_streams_continue_over_updates(mixed: Nodes, client: RlClient, kv:
             last = part[-1]
 
 
-async def test_a_pause_while_a_prompt_is_computed(mixed: Nodes, client: RlClient) -> None:
+async def test_a_pause_stops_a_pipeline_that_computes_a_prompt(mixed: Nodes, client: RlClient) -> None:
     """SGLang takes a pipeline for idle whose only request has just had its first step."""
     if "pp_size" not in mixed.parts:
         pytest.skip("only a pipeline has steps of several batches")
@@ -275,7 +275,9 @@ async def test_updates_for_one_sglang_server_reach_both_nodes(
 
 
 @pytest.mark.parametrize("what", ["rank", "worker"])
-async def test_the_other_node_hangs_for_a_moment(mixed: Nodes, client: RlClient, what: str) -> None:
+async def test_a_node_that_hangs_closes_the_worker_until_it_answers(
+    mixed: Nodes, client: RlClient, what: str
+) -> None:
     """The worker closes, and names the node. Then it serves again."""
     await mixed.witnessed(client)
     ((engine, instance_id),) = mixed.ids.items()
@@ -300,7 +302,7 @@ async def test_the_other_node_hangs_for_a_moment(mixed: Nodes, client: RlClient,
 
 
 @pytest.mark.parametrize("what", ["rank", "worker"])
-async def test_the_other_node_is_killed(
+async def test_a_killed_node_ends_the_worker_and_both_nodes_start_again(
     mixed: Nodes, client: RlClient, http: httpx.AsyncClient, what: str
 ) -> None:
     """The worker ends, names the node, and leaves nothing. Both nodes start again and serve what is committed."""
@@ -317,7 +319,9 @@ async def test_the_other_node_is_killed(
     await proven(http, mixed, "base 1", mixed.first)
 
 
-async def test_the_head_is_killed(mixed: Nodes, client: RlClient, http: httpx.AsyncClient) -> None:
+async def test_a_killed_head_ends_its_node_and_leaves_no_process(
+    mixed: Nodes, client: RlClient, http: httpx.AsyncClient
+) -> None:
     family = mixed.family()
     shared = mapped_files(one.pid for one in family)
     mixed.head.signal(signal.SIGKILL)

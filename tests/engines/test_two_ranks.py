@@ -181,7 +181,7 @@ async def test_updates_in_parts_reach_both_ranks(mixed: Mixed, client: RlClient,
 
 
 @pytest.mark.parametrize("faults", ["once", "for good"])
-async def test_an_adapter_that_one_rank_does_not_remove(
+async def test_an_adapter_is_unloaded_though_one_rank_fails_to_remove_it(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, faults: str
 ) -> None:
     """The committed version holds in the end, even if the first try could not be undone."""
@@ -236,7 +236,7 @@ async def test_the_engine_continues_after_one_rank_hung(
 
 @pytest.mark.parametrize("who", ["rank", "host agent"])
 @pytest.mark.parametrize("backend", ["gloo", "ipc"])
-async def test_one_process_is_killed_while_weights_come(
+async def test_the_committed_version_returns_after_a_kill_while_weights_come(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str, who: str
 ) -> None:
     """Trainer and caller get an error, and the worker's replacement serves the committed version."""
@@ -289,7 +289,7 @@ async def _killed_at_the_memory(mixed: Mixed, client: RlClient, kill: Callable[[
         trainer.close()
 
 
-async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
+async def test_a_killed_rank_ends_its_worker_and_leaves_no_process(mixed: Mixed, client: RlClient) -> None:
     """All ends, soon, and leaves nothing. The tests after it start workers of their own."""
     ((engine, instance_id),) = mixed.ids.items()
     worker, family, ranks = _ranks(mixed)
@@ -333,7 +333,7 @@ async def test_a_kill_leaves_no_shared_memory(
     assert not names_of(shared)
 
 
-async def test_one_rank_is_killed_while_its_engine_starts(mixed: Mixed) -> None:
+async def test_a_rank_killed_while_its_engine_starts_ends_the_worker(mixed: Mixed) -> None:
     """The kernel kills a rank for want of memory. The worker ends as it does later, and is worth a restart."""
     (engine,), directories = mixed.ids, set(mixed.plane.tmp.glob("rl-plane-*"))
     worker = mixed.plane.spawn(ready=False, engine=engine, model=mixed.first, **ARGUMENTS[engine], **RANKS[engine])

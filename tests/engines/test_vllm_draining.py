@@ -69,7 +69,7 @@ async def test_wait_drains_what_lost_its_place_in_the_cache(engine: Any) -> None
         assert (await one.end()).tokens == witnessed(1, 9 + number, 16)
 
 
-async def test_an_engine_that_dies_under_a_wait(engine: Any) -> None:
+async def test_a_wait_and_its_requests_fail_if_the_engine_dies(engine: Any) -> None:
     """The last one: it kills the engine."""
     one = Run(engine, ask([20], max_tokens=TOKENS))
     await one.reach(1)

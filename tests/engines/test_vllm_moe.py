@@ -27,7 +27,7 @@ ENDLESS = 1500
 test_every_update_forth_and_back_is_exact = moe_scenarios.every_update_forth_and_back_is_exact
 test_a_cast_rounds_nothing_that_an_engine_keeps = moe_scenarios.a_cast_rounds_nothing_that_an_engine_keeps
 test_a_published_version_is_exact = moe_scenarios.a_published_version_is_exact
-test_adapters_of_the_attention = moe_scenarios.adapters_of_the_attention
+test_adapters_of_the_attention_are_exact = moe_scenarios.adapters_of_the_attention_are_exact
 
 
 @pytest.mark.parametrize(("tensor", "factor"), [("w2_weight", -1.0), ("input_layernorm", 1.5)])

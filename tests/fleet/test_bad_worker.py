@@ -114,7 +114,7 @@ def check_serves(curl: Curl, instance_id: str, digest: str) -> None:
     assert [span["digest"] for span in choice["weight_versions"]] == [digest]
 
 
-def test_one_worker_that_can_not_read_the_weights(curl: Curl, tmp_path: Path) -> None:
+def test_a_worker_that_can_not_read_weights_aborts_or_is_excluded(curl: Curl, tmp_path: Path) -> None:
     first, second = model_digest(tmp_path / "model"), model_digest(tmp_path / "checkpoints" / "step_1")
     status, reply = curl("curl -s 'localhost:8002/v1/rl/ready?min_workers=3&wait_s=30'")
     assert status == 200, reply

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("given_back", [False, True])
-async def test_a_decision_that_comes_after_the_lock_was_lost(plane: Plane, given_back: bool) -> None:
+async def test_a_new_holder_bars_the_decision_of_a_holder_that_lost_the_lock(
+    plane: Plane, given_back: bool
+) -> None:
     """The new holder is a call such as `pause`, which never writes the record. After a lock that was released there is
     no holder to bar, and nothing is written."""
     first, second = await plane.client("first"), await plane.client("second")

@@ -431,7 +431,7 @@ async def test_a_worker_scores_resumed_memory_before_it_opens(plane: Plane) -> N
     await until_closed_by_numerics(plane, fleet.client, bad.instance_id)
 
 
-async def test_off_scores_nothing(plane: Plane) -> None:
+async def test_an_update_without_a_canary_accepts_a_worker_that_miscomputes(plane: Plane) -> None:
     fleet, (bad, _, _) = await fleet_of(plane, 3)
     bad.fail("miscompute")
     reply = await fleet.run("update_weights", update_of(plane.model(1), "one", canary="off"))

@@ -118,7 +118,7 @@ def test_a_bad_file_of_engine_arguments_ends_it(start: Callable[..., Started], t
     assert up.marked() == set()
 
 
-def test_each_death_and_its_restart(
+def test_up_restarts_each_process_that_dies(
     fleet: Callable[..., tuple[Started, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     up, ready = fleet("--workers", "2", "--restart")
@@ -258,7 +258,7 @@ sys.exit(run(sys.argv[2:]))
 """
 
 
-async def test_a_worker_whose_engine_dies_at_its_first_start_restart_helps(
+async def test_a_worker_is_restarted_if_its_engine_dies_at_its_first_start(
     nats: NatsServer, tmp_path: Path
 ) -> None:
     printer, died = Printer(), []

@@ -38,7 +38,7 @@ async def reasons(client: WorkerCalls) -> dict[str, list[str]]:
     return {key: one["admission"]["reasons"] for key, one in (await states(client)).items()}
 
 
-async def test_an_update_between_the_weights_and_the_kv_cache(plane: Plane) -> None:
+async def test_an_update_needs_the_memory_of_weights_but_no_kv_cache(plane: Plane) -> None:
     ids = plane.spawn_copies(2)
     fleet = await plane.fleet()
     client = fleet.client

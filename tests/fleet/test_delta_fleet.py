@@ -181,7 +181,7 @@ async def _count(client: RlClient, count: int) -> bool:
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torch", "peft"))), reason="hf's packages")
-async def test_real_models_by_delta(plane: Plane) -> None:
+async def test_a_real_model_serves_each_version_that_comes_as_a_delta(plane: Plane) -> None:
     from tests.support.hf_fleet import Witnesses, chain
 
     witnesses = Witnesses(plane)

@@ -13,6 +13,7 @@ import pytest
 from frontend.server.options import FrontendOptions
 from rl_plane.cli import main
 from rl_plane.cli.settings import SETTINGS
+from rl_plane.protocol.subjects import Subjects
 from tests.conftest import Plane
 from tests.support.frontend_here import started
 from worker.ops.host_facts import HostFacts, look_at_root
@@ -40,7 +41,7 @@ async def test_a_sound_fleet_is_healthy_and_another_root_is_not(
     )
     await asyncio.to_thread(plane.spawn_many, 2)
     async with started(options) as urls:
-        here = ("--url", urls["rl_url"], "--admin-key", "a-key", "--namespace", plane.namespace)
+        here = ("--url", urls["rl_url"], "--admin-key", "a-key")
         root = str(plane.tmp / "weights")
         code, checks = await doctor(capsys, *here, "--weight-root", root)
         assert code == 0, checks
@@ -55,6 +56,20 @@ async def test_a_sound_fleet_is_healthy_and_another_root_is_not(
         (bad,) = [one for one in checks if one["level"] == "error"]
         assert "leads outside the weight roots" in bad["words"]
         assert "--weight-root" in bad["fix"]
+
+
+async def test_the_buckets_are_those_of_the_frontend_that_is_asked(
+    plane: Plane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = FrontendOptions(plane.url, plane.namespace, "rollout", rl_port=0, http_port=None, dialects=())
+    async with started(options) as urls:
+        _, checks = await doctor(capsys, "--url", urls["rl_url"])
+        own = Subjects(plane.namespace, "rollout")
+        buckets = [one["words"].partition(":")[0] for one in checks if one["check"] == "bucket"]
+        assert buckets == [own.members.name, own.state.name]
+        _, checks = await doctor(capsys, "--url", urls["rl_url"], "--namespace", "another", "--component", "c")
+        named = [one["words"] for one in checks if one["check"] == "bucket"]
+        assert all(Subjects("another", "c").namespace in words for words in named)
 
 
 async def test_the_fleet_is_examined_over_nats_without_a_frontend(

@@ -345,7 +345,7 @@ async def test_describe_lists_the_model_tensor_by_tensor(plane: Plane, rl: httpx
     }
 
 
-async def test_pause_in_all_its_forms(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_pause_takes_its_fields_from_query_and_body(plane: Plane, rl: httpx.AsyncClient) -> None:
     plane.spawn()
     for path, body in [
         ("pause", None),
@@ -474,7 +474,7 @@ async def test_a_failed_update_names_each_worker_and_leaves_the_old_weights(
     assert (await rl.get("weight_version")).json()["version"]["sequence"] == 0
 
 
-async def test_an_update_in_two_calls(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_two_calls_prepare_and_complete_an_update(plane: Plane, rl: httpx.AsyncClient) -> None:
     plane.spawn()
     await rl.get("state?min_workers=1")
     prepared = (await rl.post("prepare_weights_update", json=update_of(plane, 1))).json()

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from frontend.facade.events import HELLO, KEEP_ALIVE, FleetEvents, Listener
 from frontend.frontend_limits import LIMITS, FrontendLimits
+from frontend.main import Frontend
 from frontend.routing.fleet_status import FleetStatus
 from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.options import FrontendOptions
@@ -109,7 +110,7 @@ def update_of(plane: Plane, seed: int) -> dict[str, Any]:
     return {"transport": transport, "version": f"step_{seed}"}
 
 
-async def test_members_come_and_go(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_the_events_show_each_member_that_joins_or_leaves(plane: Plane, rl: httpx.AsyncClient) -> None:
     async with reading(rl) as reader:
         worker = plane.spawn()
         joined = await reader.until(lambda kind, data: kind == "member" and data["change"] == "joined")
@@ -196,7 +197,7 @@ async def test_two_listeners_get_the_same_events(plane: Plane, rl: httpx.AsyncCl
         assert one.seen == two.seen
 
 
-async def test_it_needs_the_key_and_takes_no_fields(plane: Plane, rl: httpx.AsyncClient) -> None:
+async def test_the_event_stream_needs_the_key_and_takes_no_fields(plane: Plane, rl: httpx.AsyncClient) -> None:
     response = await rl.get("events", headers={"Authorization": "Bearer x"})
     assert response.status_code == 401
     response = await rl.get("events?since=1")
@@ -237,6 +238,22 @@ async def test_an_open_stream_does_not_hold_the_stop(plane: Plane) -> None:
     assert await reader.block() is None
     await stream.__aexit__(None, None, None)
     await client.aclose()
+
+
+async def test_an_event_while_a_frontend_ends_is_stored_for_the_next_one(plane: Plane) -> None:
+    options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
+    async with Frontend.running(options) as ending:
+        ending.end_streams()  # the graces follow, of listeners and of ops
+        worker = await asyncio.to_thread(plane.spawn)
+
+        async def has_joined() -> bool:
+            return len(ending.own.view.snapshot()) == 1
+
+        await plane.until(has_joined)
+    async with Frontend.running(options) as following:
+        blocks = [block.decode() async for block in following.own.events.listen(since_s=3600, follow=False)]
+    told = [event[2] for block in blocks if (event := parsed(block)) and event[1] == "member"]
+    assert [(one["change"], one["instance_id"]) for one in told] == [("joined", worker.instance_id)]
 
 
 # ---- one listener, without a network ----

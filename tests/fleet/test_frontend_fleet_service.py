@@ -60,7 +60,7 @@ async def service_of(plane: Plane, limits: FrontendLimits = LIMITS) -> AsyncIter
         await bus.close()
 
 
-async def test_the_same_merged_reply_as_http_in_the_callers_format(plane: Plane, service: Service) -> None:
+async def test_a_reply_over_nats_is_merged_and_in_the_callers_format(plane: Plane, service: Service) -> None:
     one, two = plane.spawn_many(2)
     await service.ask("state", body={"min_workers": 2})
     reply = await service.ask("pause", body={"mode": "keep"}, id="call 1")
@@ -77,7 +77,7 @@ async def test_the_same_merged_reply_as_http_in_the_callers_format(plane: Plane,
     }
 
 
-async def test_one_frontend_answers(plane: Plane, service: Service) -> None:
+async def test_only_one_of_two_frontends_answers_a_call(plane: Plane, service: Service) -> None:
     plane.spawn()
     answers: list[bytes] = []
     enough = asyncio.Event()

@@ -19,8 +19,10 @@ from frontend.completions.completion_routes import OPENAI
 from frontend.frontend_limits import FrontendLimits
 from frontend.main import Frontend
 from frontend.routing.engine_client import Event
+from frontend.server.bodies import MAX_PROMPTS_BYTES
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import Overloaded
+from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 from rl_plane.protocol.generation import GATHER_S, MAX_PROMPT_LOGPROBS, GenerateDelta
 from rl_plane.protocol.subjects import RECORD, Subjects
 from tests.support.call_parsers import parse_calls
@@ -129,7 +131,9 @@ async def test_a_reply_that_is_sent_at_its_end_takes_few_messages(plane: Plane, 
     assert 3 <= messages <= 4 + elapsed_s / GATHER_S
 
 
-async def test_tokens_in_tokens_out(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_prompt_of_tokens_gives_labelled_tokens_and_logprobs(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     worker = plane.spawn()
     version = await update(plane, 1)
     reply = await ask(http, max_tokens=4, logprobs=1, return_token_ids=True)
@@ -147,7 +151,9 @@ async def test_tokens_in_tokens_out(plane: Plane, http: httpx.AsyncClient) -> No
     assert (reply["object"], reply["model"]) == ("text_completion", "seed0")
 
 
-async def test_a_choice_for_each_n_spread_over_the_workers(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_the_choices_of_one_request_are_spread_over_the_workers(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     workers = plane.spawn_many(2)
     client = await plane.client()
     await client.run("ready", {"min_workers": 2, "wait_s": 30})
@@ -260,6 +266,28 @@ async def test_the_longest_prompt_with_logprobs_gets_them_and_a_longer_one_is_re
     longer = {"prompt_token_ids": [5, *prompt], "prompt_logprobs": 0}
     error = error_of(await http.post("/v1/completions", json=longer), 400)
     assert error["param"] == "prompt_logprobs"
+
+
+async def test_many_prompts_may_be_larger_than_a_message_and_one_may_not(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    plane.spawn(max_model_len=2_000_000, vocab_size=(1 << 31) - 1)
+    await update(plane, 1)
+    prompts = [[1_000_000 + number] * 3_000 for number in range(50)]
+    body = {"prompt": prompts, "max_tokens": 1, "return_token_ids": True}
+    assert len(json.dumps(body)) > MAX_MESSAGE_BYTES
+    response = await http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert [choice["prompt_token_ids"] for choice in response.json()["choices"]] == prompts
+    long = "\u00e9" * (MAX_MESSAGE_BYTES // 2)
+    for path, field, texts in (
+        ("/v1/completions", "prompt", ["a", long]),
+        ("/generate", "input_ids", [[5], [1_000_000] * (MAX_MESSAGE_BYTES // 5)]),
+        ("/v1/embeddings", "input", ["a", long]),
+    ):
+        error = error_of(await http.post(path, json={field: texts}), 413)
+        assert (error["param"], error["fix"]) == (f"{field}.1", "send a shorter prompt")
+    assert error_of(await http.post("/v1/completions", json={"prompt": long}), 413)["param"] == "prompt"
 
 
 async def test_a_reply_that_no_message_carries_is_refused(plane: Plane, http: httpx.AsyncClient) -> None:
@@ -432,7 +460,8 @@ async def test_bad_input_is_refused_by_name(plane: Plane, http: httpx.AsyncClien
             assert error_of(response, status)["field"] == field
     for content in (b"{", b"[]", b'{"prompt": "x", "temperature": NaN}'):
         error_of(await http.post("/v1/completions", content=content), 400)
-    error_of(await http.post("/v1/completions", content=b" " * 1_000_001), 413)
+    error = error_of(await http.post("/v1/completions", content=b" " * (MAX_PROMPTS_BYTES + 1)), 413)
+    assert (error["field"], error["fix"]) == ("body", "send the prompts in several requests")
     error_of(await http.post("/v1/nothing"), 404)
     error_of(await http.get("/v1/completions"), 405)
 

@@ -15,6 +15,7 @@ from tests.support.frontend_process import (
     error_of,
     events_of,
     http,
+    next_event,
     post,
     state_of,
     tokens_under,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["http"]
 
 VLLM, SGLANG = "/inference/v1/generate", "/generate"
+MANY_TOKENS = 4000
+"""They take 40 s at 0.01 s for each token, unless their reader leaves."""
 
 
 async def streamed(http: httpx.AsyncClient, path: str, **body: Any) -> list[Any]:
@@ -37,10 +40,17 @@ async def streamed(http: httpx.AsyncClient, path: str, **body: Any) -> list[Any]
     return events
 
 
+async def first_events(http: httpx.AsyncClient, path: str, **body: Any) -> list[Any]:
+    """The first two events of a stream, which the caller leaves then."""
+    async with http.stream("POST", path, json={**body, "stream": True}) as response:
+        lines = response.aiter_lines()
+        return [await next_event(lines) for _ in range(2)]
+
+
 async def test_vllms_generate_gives_the_same_tokens_whole_and_streamed(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
-    worker = plane.spawn()
+    worker = plane.spawn(token_delay_s=0.01)
     version = await update(plane, 1)
     digest = version["digest"]
     tokens, made = tokens_under(digest, 0, 4), [fake_logprob(digest, PROMPT, place) for place in range(4)]
@@ -71,6 +81,17 @@ async def test_vllms_generate_gives_the_same_tokens_whole_and_streamed(
         assert [token for one in mine for token in one["token_ids"]] == tokens
         assert [row for one in mine for row in one["logprobs"]["content"]] == whole["logprobs"]["content"]
         assert mine[-1]["weight_versions"] == whole["weight_versions"]
+    # A reply that is far from its end has sent tokens in two events.
+    long = {"max_tokens": MANY_TOKENS}
+    first, second = [
+        event["choices"][0] for event in await first_events(http, VLLM, token_ids=PROMPT, sampling_params=long)
+    ]
+    assert first["token_ids"]
+    assert second["token_ids"]
+    begun = [*first["token_ids"], *second["token_ids"]]
+    assert len(begun) < MANY_TOKENS
+    assert begun == tokens_under(digest, 0, len(begun))
+    assert first["finish_reason"] is second["finish_reason"] is None
     stop = await post(http, VLLM, token_ids=PROMPT, sampling_params={"stop_token_ids": [tokens[1]]})
     assert (stop["choices"][0]["token_ids"], stop["choices"][0]["finish_reason"]) == (tokens[:2], "stop")
     assert stop["choices"][0]["logprobs"] is None
@@ -79,7 +100,7 @@ async def test_vllms_generate_gives_the_same_tokens_whole_and_streamed(
 async def test_sglangs_generate_gives_the_same_tokens_whole_and_streamed(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
-    worker = plane.spawn()
+    worker = plane.spawn(token_delay_s=0.01)
     digest = (await update(plane, 1))["digest"]
     tokens, made = tokens_under(digest, 0, 4), [fake_logprob(digest, PROMPT, place) for place in range(4)]
     sampling = {"max_new_tokens": 4, "temperature": 1.0, "skip_special_tokens": False, "no_stop_trim": True}
@@ -99,6 +120,12 @@ async def test_sglangs_generate_gives_the_same_tokens_whole_and_streamed(
     events = twice[0]
     assert all(event["output_ids"] == tokens[: len(event["output_ids"])] for event in events)
     assert all(event["meta_info"]["finish_reason"] is None for event in events[:-1])
+    # A reply that is far from its end has sent tokens in two events.
+    long = {"max_new_tokens": MANY_TOKENS, "temperature": 1.0}
+    first, second = await first_events(http, SGLANG, input_ids=PROMPT, sampling_params=long)
+    assert 0 < len(first["output_ids"]) < len(second["output_ids"]) < MANY_TOKENS
+    assert second["output_ids"] == tokens_under(digest, 0, len(second["output_ids"]))
+    assert first["meta_info"]["finish_reason"] is second["meta_info"]["finish_reason"] is None
     scored = await post(http, SGLANG, **body, logprob_start_len=0, return_prompt_token_ids=True)
     rows = zip(fake_prompt_logprobs(digest, PROMPT), PROMPT, strict=True)
     assert scored["meta_info"]["input_token_logprobs"] == [[value, token, None] for value, token in rows]
@@ -141,7 +168,7 @@ async def test_a_stop_string_ends_the_tokens_and_is_named_as_the_reason(
         assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
-async def test_the_likeliest_tokens_on_every_route(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_every_route_gives_the_likeliest_tokens(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn()
     digest = (await update(plane, 1))["digest"]
     tokens, made = tokens_under(digest, 0, 4), [fake_logprob(digest, PROMPT, place) for place in range(4)]
@@ -274,7 +301,9 @@ async def test_a_worker_that_dies_while_it_scores_is_replaced(plane: Plane, http
             assert output["meta_info"]["instance_id"] == "f" * 16
 
 
-async def test_prompts_in_a_list(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_each_prompt_of_a_list_gets_the_tokens_that_it_gets_alone(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     plane.spawn()
     await update(plane, 1)
     sampling = {"max_new_tokens": 3, "n": 2, "sampling_seed": 5}
@@ -377,7 +406,7 @@ async def test_a_workers_refusal_names_the_field_of_the_caller(plane: Plane, htt
         assert error_of(await http.post(path, json=body), 501)["field"].endswith(field)
 
 
-async def test_fields_that_upstream_takes_and_that_change_nothing(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_fields_without_effect_are_accepted_but_checked(plane: Plane, http: httpx.AsyncClient) -> None:
     """The bodies are those of prime-rl's renderers (`priority`), OpenAI's client (`metadata`) and slime."""
     plane.spawn()
     tokens = tokens_under((await update(plane, 1))["digest"], 0, 2)

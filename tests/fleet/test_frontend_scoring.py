@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from frontend.completions.call import GenerationCall
+from frontend.completions.completion_routes import OPENAI
+from frontend.main import Frontend
+from frontend.routing.attempts import Accepted
+from frontend.routing.engine_client import Event
+from frontend.server.options import FrontendOptions
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.generation import MAX_PROMPT_TOPS, GenerateDelta
+from rl_plane.protocol.prompt_tops import PromptTops
+from rl_plane.protocol.versions import WeightVersion
 from tests.support.frontend_process import PROMPT, ask, error_of, events_of, http, tokens_under, update
+from tests.support.openai_plans import completion
 from worker.engines.fake.adapter import fake_logprob, fake_prompt_logprobs
 
 __all__ = ["http"]
@@ -38,7 +50,7 @@ def rows_under(digest: str, prompt: list[int], count: int) -> list[dict[str, Any
     ]
 
 
-async def test_the_likeliest_tokens_at_each_place_of_a_prompt(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_every_route_gives_the_likeliest_tokens_of_a_prompt(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn()
     digest = (await update(plane, 1))["digest"]
     other = [*PROMPT, 9]
@@ -63,7 +75,9 @@ async def test_the_likeliest_tokens_at_each_place_of_a_prompt(plane: Plane, http
     ]
 
 
-async def test_a_long_prompt_with_its_likeliest_tokens(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_the_likeliest_tokens_of_a_long_prompt_come_up_to_their_bound(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     """They take 20 messages, and the largest reply of one call."""
     plane.spawn(max_model_len=20000, vocab_size=100_000)
     digest = (await update(plane, 1))["digest"]
@@ -132,6 +146,33 @@ async def test_a_worker_that_sends_no_right_rows_is_an_error(
     error = error_of(await http.post("/v1/completions", json=body), 500)
     assert "likeliest tokens" in error["message"]
     assert (await ask(http))["choices"]
+
+
+async def test_only_the_rows_of_the_worker_that_a_choice_ends_on_count(
+    plane: Plane,
+) -> None:
+    """The rows of one choice fit the reply, those of two do not."""
+    plane.spawn()
+    some = bytes(4 * (MAX_PROMPT_TOPS * 2 // 3))
+    rows = GenerateDelta(token_ids=[], prompt_tops=PromptTops(count=1, ranks=some, token_ids=some, logprobs=some))
+
+    class Moved(GenerationCall):
+        """The first worker is lost after it has scored the prompt."""
+
+        async def _choice_events(self, index: int) -> AsyncGenerator[Event, None]:
+            for instance_id in ("a" * 16, "b" * 16):
+                yield Accepted(instance_id, "i", WeightVersion("r", 0, "initial", "blake3:0"))
+                yield rows
+            yield GenerateDelta(token_ids=[1], text="x", finish_reason="length")
+
+    options = FrontendOptions(plane.url, plane.namespace, plane.component)
+    async with Frontend.running(options) as running:
+        (component,) = running.components
+        await plane.until(component.status.admitted)
+        reply = await Moved(component.generation, completion(), OPENAI).whole()
+        assert (reply["choices"][0]["text"], reply["choices"][0]["instance_id"]) == ("x", "b" * 16)
+        with pytest.raises(InvalidRequest, match="likeliest tokens"):
+            await Moved(component.generation, completion(n=2), OPENAI).whole()
 
 
 async def test_an_echoed_prompt_comes_before_the_text_with_its_logprobs(

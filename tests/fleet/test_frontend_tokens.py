@@ -21,7 +21,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "look"}}
 
 
-async def test_they_are_the_tokens_of_generation(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_tokenize_gives_the_tokens_that_generation_takes(plane: Plane, http: httpx.AsyncClient) -> None:
     error_of(await http.post("/tokenize", json={"prompt": "abc"}), 503)
     plane.spawn_many(2)
     shown = {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"think": False}}

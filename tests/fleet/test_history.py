@@ -511,7 +511,7 @@ async def test_an_update_of_two_calls_has_one_entry(plane: Plane) -> None:
 # ---- roll-backs ----
 
 
-async def test_back_by_label_by_sequence_and_to_the_first_version(plane: Plane) -> None:
+async def test_a_rollback_goes_by_label_by_sequence_or_to_the_first_version(plane: Plane) -> None:
     client = await plane.client()
     plane.spawn_copies(2)
     digests = [(await client.run("weight_version"))["version"]["digest"]]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_plane.bus.state_store import read_record
-from rl_plane.errors import InvalidRequest, PlaneError, UpdateAborted
+from rl_plane.errors import InvalidRequest, InvalidWeights, UpdateAborted
 from rl_plane.weights.checkpoint import SINGLE_NAME
 from tests.conftest import Plane
 from tests.support.delta_updates import by_delta
@@ -77,7 +77,7 @@ async def test_versions_by_url_reach_late_workers_and_show_no_secret(plane: Plan
 
 @pytest.mark.slow
 @pytest.mark.parallel
-async def test_a_delta_by_url(plane: Plane, server: RangeServer) -> None:
+async def test_a_delta_and_its_base_are_fetched_by_url(plane: Plane, server: RangeServer) -> None:
     """A worker that joins fetches the full version and then the delta, each by its URL."""
     models = [plane.model(seed) for seed in range(3)]
     delta = by_delta(plane, models[1], models[2], "two")  # it compiles for seconds, so no connection is open yet
@@ -91,7 +91,7 @@ async def test_a_delta_by_url(plane: Plane, server: RangeServer) -> None:
     await plane.until(lambda: all_serve(client, "two"), HEAL_S)
 
 
-async def test_a_worker_without_permission(plane: Plane, server: RangeServer) -> None:
+async def test_a_worker_refuses_a_url_that_it_may_not_fetch(plane: Plane, server: RangeServer) -> None:
     """It refuses before it connects, and says how to allow the place."""
     client = await plane.client()
     await asyncio.to_thread(plane.spawn_many, 2, weight_urls=["https://elsewhere.example/weights"])
@@ -101,7 +101,7 @@ async def test_a_worker_without_permission(plane: Plane, server: RangeServer) ->
     assert server.behaviour.asked == []
 
 
-async def test_a_server_that_is_killed_in_the_middle(plane: Plane) -> None:
+async def test_a_killed_server_aborts_the_update_and_the_old_version_serves(plane: Plane) -> None:
     first, second = plane.model(0, nbytes=LARGE), plane.model(1, nbytes=LARGE)
     server = ServerProcess(plane.tmp / "weights", 100_000)
     try:
@@ -124,7 +124,7 @@ async def test_a_server_that_is_killed_in_the_middle(plane: Plane) -> None:
     assert await all_serve(client, "by file")
 
 
-async def test_an_update_that_is_aborted_in_the_middle(plane: Plane, server: RangeServer) -> None:
+async def test_an_aborted_update_ends_its_reads_and_may_be_repeated(plane: Plane, server: RangeServer) -> None:
     """The workers end their reads at once, and take the next update from the same server."""
     first, second = plane.model(0, nbytes=LARGE), plane.model(1, nbytes=LARGE)
     client = await plane.client()
@@ -143,7 +143,9 @@ async def test_an_update_that_is_aborted_in_the_middle(plane: Plane, server: Ran
     assert not plan.go.is_set(), "the held answer was never finished"
 
 
-async def test_a_signed_url_that_has_ended(plane: Plane, server: RangeServer) -> None:
+async def test_a_late_worker_stays_closed_until_an_update_brings_a_valid_url(
+    plane: Plane, server: RangeServer
+) -> None:
     """A worker that joins later stays closed, and says why, until an update brings a fresh URL."""
     first, second = plane.model(0), plane.model(1)
     client = await plane.client()
@@ -160,9 +162,25 @@ async def test_a_signed_url_that_has_ended(plane: Plane, server: RangeServer) ->
 
 
 async def test_an_update_with_a_wrong_digest_fails(plane: Plane, server: RangeServer) -> None:
+    """The error names both digests, and the fleet still serves the version before."""
+    first, second = plane.model(0), plane.model(1)
     client = await plane.client()
-    plane.model(1)
-    await asyncio.to_thread(plane.spawn, weight_urls=[server.url])
-    body = {**by_url({"url": f"{server.url}/seed1"}, "one"), "digest": "blake3:" + "0" * 64}
-    with pytest.raises(PlaneError, match="0000"):
+    workers = await asyncio.to_thread(plane.spawn_many, 2, model=first, weight_urls=[server.url])
+    ids = sorted(one.instance_id for one in workers)
+    wrong, computed = "blake3:" + "0" * 64, model_digest(second, algorithm="blake3")
+    body = {**by_url({"url": f"{server.url}/{second.name}"}, "one"), "digest": wrong}
+    with pytest.raises(InvalidWeights) as caught:
         await client.run("update_weights", body)
+    assert caught.value.facts["field"] == "transport"
+    rows = caught.value.facts["workers"]
+    assert sorted(row["instance_id"] for row in rows) == ids
+    # The first worker to find it ends the update. The other one may be stopped before it has all bytes.
+    assert {row["error"]["code"] for row in rows} <= {"invalid_weights", "update_aborted"}
+    found = [row["error"] for row in rows if row["error"]["code"] == "invalid_weights"]
+    assert found
+    for error in found:
+        assert (error["digest"], error["expected_digest"]) == (computed, wrong)
+    assert await all_serve(client, "initial")
+    token = fake_token(model_digest(first), PROMPT, 0)
+    for one in ids:
+        assert await generated(client, one, PROMPT, 1) == [token]

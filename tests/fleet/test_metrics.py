@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -33,8 +33,8 @@ ALERTS = ROOT / "deploy" / "alerts.yml"
 DASHBOARD = ROOT / "deploy" / "grafana-dashboard.json"
 OF_PROMETHEUS = {"up": set[str]()}
 """Metrics that Prometheus makes itself."""
-TARGET_LABELS = {"job", "instance"}
-"""Labels that Prometheus adds to each series."""
+TARGET_LABELS = {"job", "instance", "fleet"}
+"""Labels that Prometheus adds to each series. The scrape configuration of docs/metrics.md sets `fleet`."""
 
 
 class Pages(NamedTuple):
@@ -269,6 +269,31 @@ async def test_alerts_use_only_labels_that_their_expression_keeps(pages: Pages) 
         kept = parsed.groupings or TARGET_LABELS
         assert used <= kept, rule["alert"]
         assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_a_worker_that_loads_its_engine_raises_no_alert_of_a_frontend() -> None:
+    expressions = {rule["alert"]: rule["expr"] for rule in alert_rules()}
+    jobs = [one["job_name"] for one in scrape_configs()]
+    targets = {"RlPlaneTargetDown": ["rl-plane-frontend"], "RlPlaneWorkerTargetDown": ["rl-plane-worker"]}
+    for name, wanted in targets.items():
+        matched = re.findall(r'job(=~|!~)"(.*?)"', expressions[name])
+        found = [job for job in jobs if all((op == "=~") == bool(re.fullmatch(of, job)) for op, of in matched)]
+        assert found == wanted, name
+
+
+def test_the_alert_of_two_protocols_tells_the_fleets_apart_that_the_docs_label() -> None:
+    (rule,) = [rule for rule in alert_rules() if rule["alert"] == "RlPlaneProtocolsDiffer"]
+    assert parse(rule["expr"]).groupings == {"fleet", "protocol"}
+    fleets = {target["labels"]["fleet"] for one in scrape_configs() for target in one["static_configs"]}
+    assert len(fleets) == 1
+
+
+def scrape_configs() -> list[dict[str, Any]]:
+    """The scrape configuration of docs/metrics.md."""
+    found = re.search(r"```yaml\n(rule_files.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    configs: list[dict[str, Any]] = yaml.safe_load(found[1])["scrape_configs"]
+    return configs
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")

@@ -223,7 +223,9 @@ async def test_a_new_run_is_of_the_whole_fleet(plane: Plane) -> None:
 
 
 @pytest.mark.parametrize("by", ["http", "nats"])
-async def test_by_the_command_line(plane: Plane, capsys: pytest.CaptureFixture[str], by: str) -> None:
+async def test_the_command_line_begins_runs_and_updates_them(
+    plane: Plane, capsys: pytest.CaptureFixture[str], by: str
+) -> None:
     plane.spawn_copies(2)
     client = await plane.client()
     await client.run("update_weights", update_of(plane.model(1), "step_1"))

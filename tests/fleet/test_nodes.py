@@ -409,7 +409,7 @@ def test_a_node_that_is_gone_ends_a_running_call(links: Links, who: str) -> None
         assert [str(error) for error in caller] == [left.lost]
 
 
-def test_a_node_that_hangs(links: Links) -> None:
+def test_the_head_reports_a_node_that_hangs(links: Links) -> None:
     links.timings = replace(TIMINGS, ping_timeout_s=0.5)
     head, node, *_ = links.pair()
     go = threading.Event()
@@ -421,7 +421,7 @@ def test_a_node_that_hangs(links: Links) -> None:
         go.set()
 
 
-def test_a_rank_of_a_node_hangs_while_it_loads(links: Links) -> None:
+def test_a_call_ends_if_a_rank_of_a_node_hangs_while_it_loads(links: Links) -> None:
     """The call ends: a worker would wait for half an hour for an engine that loads weights."""
     head, node, client, _, there = links.pair()
     caller: list[PlaneError | None] = []
@@ -469,7 +469,7 @@ def test_the_facts_of_nodes_distinguish_models(tmp_path: Path) -> None:
         (NodeSettings(1, 0, "h:1"), "nnodes"),
     ],
 )
-def test_settings_that_do_not_fit(settings: NodeSettings, field: str) -> None:
+def test_settings_that_do_not_fit_are_refused_by_name(settings: NodeSettings, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         settings.check()
     assert caught.value.facts["field"] == field
@@ -482,7 +482,7 @@ def test_nodes_without_an_instance_id_share_one() -> None:
     assert head.instance_id(fleet) == node.instance_id(fleet) != other.instance_id(fleet)
 
 
-def test_a_message_that_can_not_be_read() -> None:
+def test_an_unreadable_message_is_refused() -> None:
     import zlib
 
     assert unpack(pack({"x": "y" * 100_000})) == {"x": "y" * 100_000}

@@ -41,7 +41,7 @@ async def serves(client: RlClient, instance_id: str, model: Path) -> bool:
     return await generated(client, instance_id, PROMPT, 4) == made
 
 
-async def test_a_mixed_line_of_versions_and_the_workers_that_come_later(plane: Plane) -> None:
+async def test_late_workers_follow_a_line_of_full_partial_and_delta_versions(plane: Plane) -> None:
     models = line_of_models(plane, 6)
     client = await plane.client()
     doomed, other = (one.instance_id for one in plane.spawn_many(2))

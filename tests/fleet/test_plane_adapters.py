@@ -104,7 +104,7 @@ async def test_load_swap_and_unload_are_updates_like_any_other(plane: Plane) -> 
     assert entries[0]["transport"] is None
 
 
-async def test_by_the_ops_of_their_own(plane: Plane) -> None:
+async def test_adapters_are_loaded_swapped_and_unloaded_by_their_own_ops(plane: Plane) -> None:
     client = await plane.client()
     ids = plane.spawn_copies(2)
     base = await base_of(client)
@@ -486,7 +486,7 @@ async def test_a_running_request_continues_with_the_swapped_adapter(plane: Plane
 # ---- back ----
 
 
-async def test_back_to_earlier_versions_of_an_adapter_and_of_the_base(plane: Plane) -> None:
+async def test_a_rollback_restores_an_adapter_or_the_base_alone(plane: Plane) -> None:
     client = await plane.client()
     ids = plane.spawn_copies(2)
     zero = await base_of(client)
@@ -514,7 +514,7 @@ async def test_back_to_earlier_versions_of_an_adapter_and_of_the_base(plane: Pla
     ]
 
 
-async def test_two_calls_one_prepares_an_adapter_and_the_other_completes(plane: Plane) -> None:
+async def test_one_client_prepares_an_adapter_and_another_completes(plane: Plane) -> None:
     one, two = await plane.client("one"), await plane.client("two")
     ids = plane.spawn_copies(2)
     base = await base_of(one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from rl_plane.cli import main
 from rl_plane.errors import PermissionDenied
 from rl_plane.publish import WeightPublisher
 from rl_plane.sync import SyncRlClient
+from tests.support.paths import ROOT
 from tests.support.started_command import BACK_S, READY_S, Started, eventually
 from worker.engines.fake.adapter import make_fake_model
 from worker.receive.staging import model_digest
@@ -120,6 +122,24 @@ def test_a_fleet_with_roles_does_everything(
         started.line(READY_S, event="back", name="frontend")
         eventually(serving(service, "step_4"), READY_S, "the fleet has not recovered")
         assert generate(ready)["choices"]
+
+
+def test_the_health_check_of_a_container_takes_a_key_of_its_own(
+    up: tuple[Started, dict[str, Any]], folder: KeyFolder
+) -> None:
+    _, ready = up
+
+    def check(role: str | None) -> tuple[int, str]:
+        env = {"PATH": os.environ["PATH"], "RL_PLANE_NATS_URL": ready["nats_url"]}
+        if role is not None:
+            env["RL_PLANE_HEALTH_NATS_NKEY"] = str(folder.seed_of(role))
+        argv = [sys.executable, str(ROOT / "deploy" / "worker_health.py")]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=BACK_S)
+        return done.returncode, done.stdout.strip()
+
+    assert check("service") == (0, "ok")
+    code, reason = check(None)
+    assert (code, "wants a key" in reason) == (1, True), reason
 
 
 def test_no_secret_is_in_a_command_line_or_in_an_environment_that_does_not_need_it(

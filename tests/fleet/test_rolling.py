@@ -176,7 +176,7 @@ async def test_a_coordinator_that_dies_in_the_roll_is_not_needed(
     assert await all_serve(client, "step_2")
 
 
-async def test_a_coordinators_process_that_is_killed_in_the_roll(plane: Plane) -> None:
+async def test_a_roll_ends_though_the_process_of_its_coordinator_is_killed(plane: Plane) -> None:
     client = await plane.client()
     plane.spawn_copies(3)
     body = update_of(plane.model(1), "one", barrier="rolling")
@@ -281,7 +281,7 @@ async def test_one_worker_rolls_alone(plane: Plane) -> None:
     assert stream.tokens == [fake_token(model_digest(plane.model(1)), PROMPT, n) for n in range(2)]
 
 
-async def test_rolling_after_strict_and_back(plane: Plane) -> None:
+async def test_rolling_and_strict_updates_follow_each_other(plane: Plane) -> None:
     client: RlClient = await plane.client()
     plane.spawn_copies(2)
     paths: list[Path] = [plane.model(seed) for seed in range(5)]

@@ -36,9 +36,11 @@ async def facade(plane: Plane, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @contextlib.contextmanager
-def frontend_process(plane: Plane) -> Iterator[tuple[str, psutil.Process]]:
-    """`rl-plane frontend` as a process of its own, and the URL of its facade."""
-    command = [sys.executable, "-m", "rl_plane.cli.main", "frontend", "--json", "--rl-port=0", "--http-port=off"]
+def frontend_process(plane: Plane, open_files: str = "") -> Iterator[tuple[str, psutil.Process]]:
+    """`rl-plane frontend` as a process of its own, and the URL of its facade. `open_files`: its soft limit of open
+    files."""
+    command = ["sh", "-c", f'ulimit -Sn {open_files}; exec "$@"', "sh"] if open_files else []
+    command += [sys.executable, "-m", "rl_plane.cli.main", "frontend", "--json", "--rl-port=0", "--http-port=off"]
     where = [f"--nats-url={plane.url}", f"--namespace={plane.namespace}"]
     with subprocess.Popen([*command, *where], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -157,7 +159,7 @@ async def test_an_unfinished_head_ends(plane: Plane) -> None:
             each.close()
 
 
-async def test_connections_without_a_request_make_room(plane: Plane) -> None:
+async def test_connections_without_a_request_make_room(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
     async with facade(plane, limits=FrontendLimits(connections=4)) as http, contextlib.AsyncExitStack() as stack:
         idle = []
         for _ in range(5):
@@ -165,7 +167,19 @@ async def test_connections_without_a_request_make_room(plane: Plane) -> None:
             stack.callback(writer.close)
             idle.append(reader)
         await _closed(idle[0])
+        (warning,) = (one for one in caplog.messages if "was closed" in one)
+        assert "listener has 4 already" in warning
         assert (await http.get("/v1/rl/health")).status_code == 200
+
+
+async def test_a_frontend_takes_more_connections_than_the_usual_soft_limit_allows(plane: Plane) -> None:
+    with frontend_process(plane, open_files="1024") as (url, _):
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(1024 * 3 // 8 + 10):
+                reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+                stack.callback(writer.close)
+                writer.write(b"GET /v1/rl/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200")
 
 
 async def test_two_lengths_are_refused(plane: Plane) -> None:
@@ -177,7 +191,7 @@ async def test_two_lengths_are_refused(plane: Plane) -> None:
         writer.close()
 
 
-async def test_thirty_nested_bodies_at_once(plane: Plane) -> None:
+async def test_many_nested_bodies_are_refused_while_others_are_answered(plane: Plane) -> None:
     """Each is refused by its brackets, before it is parsed. Others are answered meanwhile."""
     body = b'{"workers": ' + b"[" * (MAX_BODY_BYTES // 2 - 10) + b"]" * (MAX_BODY_BYTES // 2 - 10) + b"}"
     await asyncio.to_thread(plane.spawn)

@@ -23,10 +23,26 @@ from rl_plane.bus.server import NatsServer
 from rl_plane.errors import BusUnreachable, DeadlineExceeded, InvalidRequest, NotFound, NoWorkers, PlaneError
 from rl_plane.protocol.update_requests import UpdatePolicy
 from rl_plane.sync import CallBounds, SyncRlClient, call_bound_s
+from tests.conftest import Plane
 from worker.engines.fake.adapter import make_fake_model
+from worker.engines.fake.fake_model import FIRST_TOKEN
 
 WORKERS = 2
 BOUND_S = 30.0
+THREADS = 8
+"""No more than a worker tokenizes at once."""
+ANSWERS_TOGETHER = f"""
+import asyncio
+from worker.engines.fake.adapter import FakeEngine
+
+alone, everyone = FakeEngine.tokenize, asyncio.Barrier({THREADS})
+
+async def tokenize(self, body):
+    await everyone.wait()
+    return await alone(self, body)
+
+FakeEngine.tokenize = tokenize
+"""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +128,7 @@ def test_the_typed_ops_reach_the_fleet_and_give_its_answers(fleet: SyncRlClient,
     assert fleet.abort_requests()["waiting"] == 0
 
 
-def test_an_update_in_two_calls(fleet: SyncRlClient, root: Path) -> None:
+def test_two_calls_prepare_and_complete_an_update(fleet: SyncRlClient, root: Path) -> None:
     fleet.wait_for(WORKERS)
     transport = {"backend": "filesystem", "path": str(make_fake_model(root / "two", seed=8))}
     prepared = fleet.prepare_weights_update(transport, "two")
@@ -155,10 +171,19 @@ def test_a_call_is_cut_off_at_its_bound(fleet: SyncRlClient) -> None:
     assert fleet.state()["status"] == "ok"
 
 
-def test_one_client_answers_many_threads(fleet: SyncRlClient) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(lambda _: fleet.state(), range(64)))
-    assert {len(reply["workers"]) for reply in replies} == {WORKERS}
+def test_one_client_answers_many_threads(plane: Plane) -> None:
+    """The worker answers a call only when the calls of all threads are under way, and each thread gets its own
+    answer."""
+    one = plane.spawn(patch=ANSWERS_TOGETHER)
+    prompts = [f"prompt {number}" for number in range(8 * THREADS)]
+    with (
+        SyncRlClient.connect(plane.url, plane.namespace, plane.component) as fleet,
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
+        replies = pool.map(lambda prompt: fleet.call(one.instance_id, "tokenize", {"prompt": prompt}), prompts)
+        assert [reply.body["tokens"] for reply in replies] == [
+            [FIRST_TOKEN + byte for byte in prompt.encode()] for prompt in prompts
+        ]
 
 
 @pytest.fixture

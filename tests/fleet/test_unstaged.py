@@ -121,7 +121,7 @@ async def test_unstaged_and_staged_updates_can_follow_each_other(plane: Plane) -
     assert await all_serve(client, "step_4")
 
 
-async def test_a_model_that_does_not_fit_twice(plane: Plane) -> None:
+async def test_a_model_that_does_not_fit_twice_is_updated_in_place(plane: Plane) -> None:
     client = await plane.client()
     first = plane.spawn(staging_bytes=2048)
     await client.wait_for(1)

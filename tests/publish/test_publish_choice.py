@@ -42,7 +42,9 @@ ALL = ("filesystem", "gloo", "ipc", "nixl", "object_store")
         ("gloo", [row("a", "here", *ALL)], True, "gloo"),
     ],
 )
-def test_the_choice_of_a_transport(transport: str, workers: list[Any], with_root: bool, expected: str) -> None:
+def test_the_candidates_are_transports_that_every_worker_can_use(
+    transport: str, workers: list[Any], with_root: bool, expected: str
+) -> None:
     assert candidates(transport, workers, ALL, with_root=with_root, host="here") == expected.split()
 
 

@@ -37,7 +37,9 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(setting.variable, raising=False)
 
 
-async def test_publish_over_the_facade_and_over_nats(plane: Plane, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_publish_commits_over_the_facade_and_over_nats(
+    plane: Plane, capsys: pytest.CaptureFixture[str]
+) -> None:
     plane.spawn_many(2)
     root = ["--root", str(plane.tmp / "weights" / "published")]
     elsewhere = plane.model(1).rename(plane.tmp / "elsewhere")  # which no worker may read
@@ -156,7 +158,7 @@ async def test_a_directory_goes_by_each_transport(
     assert all(row["admission"]["open"] for row in state["workers"])
 
 
-async def test_options_of_the_transports_own(plane: Plane, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_publish_passes_options_to_the_transport(plane: Plane, capsys: pytest.CaptureFixture[str]) -> None:
     plane.spawn()
     with on_another_machine():  # than the engines
         argv = ["publish", str(plane.model(1)), "--transport", "gloo", "--nats-url", plane.url]
@@ -294,7 +296,7 @@ async def test_skyrl_settings_publish_and_override_a_group_that_is_there(plane: 
         await asyncio.to_thread(before.close)
 
 
-async def test_the_same_lora_disk_load_at_each_sync(plane: Plane) -> None:
+async def test_skyrls_repeated_lora_disk_load_reads_the_new_files(plane: Plane) -> None:
     """The example's drop-in writes other bytes to the same path each time, as SkyRL does."""
     plane.spawn()
     client, path = await plane.client(), plane.tmp / "weights" / "skyrl_lora_sync"

@@ -50,7 +50,7 @@ from worker.receive.staging import model_digest
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 
-async def test_deltas_by_the_publishers_own_copy(plane: Plane) -> None:
+async def test_the_publisher_sends_deltas_unless_their_base_is_lost(plane: Plane) -> None:
     """The last version but one may be gone, a source may fail, and a worker may have lost what it kept."""
     plane.spawn_many(2)
     models = [plane.model(1)]
@@ -393,7 +393,7 @@ async def test_a_copy_whose_comparisons_save_nothing_is_dropped(plane: Plane) ->
         ({"trainer_stays": False, "encoding": "delta"}, "delta"),
     ],
 )
-def test_options_that_allow_deltas(how: dict[str, Any], encoding: str) -> None:
+def test_options_decide_whether_deltas_are_sent(how: dict[str, Any], encoding: str) -> None:
     assert PublishOptions(**how).mode == encoding
 
 

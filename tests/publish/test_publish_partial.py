@@ -126,7 +126,7 @@ async def test_a_partial_version_sends_only_changed_tensors(transport: str, plan
     await asyncio.to_thread(publisher.close)
 
 
-async def test_late_workers_and_a_fleet_that_has_lost_the_base(plane: Plane) -> None:
+async def test_a_full_version_is_sent_to_a_fleet_that_has_lost_the_base(plane: Plane) -> None:
     plane.spawn()
     models = [plane.model(1)]
     for number in range(1, 8):
@@ -258,7 +258,7 @@ async def test_a_partial_version_reads_and_sends_only_trained_tensors(plane: Pla
     await asyncio.to_thread(publisher.close)
 
 
-def test_options_that_exclude_one_another() -> None:
+def test_options_that_exclude_one_another_are_refused() -> None:
     class Nothing:
         collective = adapter = False
 

@@ -61,7 +61,7 @@ MUTANTS = [
         "rl_plane/bus/sealed_record.py",
         "RECORD, sealed.encode(), last=last)",
         "RECORD, sealed.encode())",
-        ATTACK + "a_decision_that_arrives_after_another_has_taken_the_lock[after the seal-False]",
+        ATTACK + "a_late_decision_counts_only_before_the_next_holders_seal[after the seal-False]",
     ),
     Mutant(
         "seal: no fence in the record",
@@ -560,7 +560,7 @@ MUTANTS = [
         "rl_plane/commit/sessions.py",
         "    ready = still_there(session.prepared, state.seen.members)\n    if not ready or",
         "    ready = dict(session.prepared)\n    if not ready or",
-        SESSIONS + "a_session_that_lost_a_worker",
+        SESSIONS + "a_session_that_lost_a_worker_ends_as_its_policy_says",
     ),
     Mutant(
         "session: a worker that joined has not got what was pushed",
@@ -681,7 +681,7 @@ MUTANTS = [
         "rl_plane/commit/rules.py",
         '    if policy.staging == "none" and not base.source.from_scratch:\n',
         "    if False:\n",
-        MACHINE + "unstaged_only_where_the_committed_version_can_be_fetched_again",
+        MACHINE + "an_unstaged_update_needs_a_refetchable_committed_version",
     ),
     Mutant(
         "rules: a delta of another version",
@@ -859,14 +859,14 @@ MUTANTS = [
         "worker/reconcile/worker_core.py",
         "            and (staged.fence is None or staged.update_id == record.update_id)\n",
         "",
-        CORE + "the_answers_to_a_commit",
+        CORE + "a_commit_swaps_only_the_weights_that_were_staged_for_it",
     ),
     Mutant(
         "worker: takes other bytes",
         "worker/reconcile/worker_core.py",
         "            and (staged.name, staged.digest) == (change.name, change.version.digest)\n",
         "            and staged.name == change.name\n",
-        CORE + "the_answers_to_a_commit",
+        CORE + "a_commit_swaps_only_the_weights_that_were_staged_for_it",
     ),
     Mutant(
         "worker: serves the old without its coordinator",

@@ -167,7 +167,7 @@ def at_seal(by: Coordinator, locked: Callable[[], Coroutine[Any, Any, None]] | N
 @pytest.mark.parametrize(
     "arrives", ["between the lock and the seal", "after the seal", "after what it has staged is dropped"]
 )
-def test_a_decision_that_arrives_after_another_has_taken_the_lock(arrives: str, pushed: bool) -> None:
+def test_a_late_decision_counts_only_before_the_next_holders_seal(arrives: str, pushed: bool) -> None:
     """The coordinator's connection breaks and is made again, so that others take it for dead; its decision is late."""
 
     async def attack(world: World) -> None:

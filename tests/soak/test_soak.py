@@ -332,7 +332,7 @@ def test_a_stream_that_takes_back_what_it_said_is_wrong() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_BOUND_S + 20)
-def test_a_minute_without_a_fault() -> None:
+def test_a_minute_of_load_and_kills_shows_no_fault() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.soak", "--seconds", str(SOAK_S)],
         cwd=ROOT,

@@ -85,7 +85,7 @@ async def a_published_version_is_exact(
         await asyncio.to_thread(publisher.close)
 
 
-async def adapters_of_the_attention(fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient) -> None:
+async def adapters_of_the_attention_are_exact(fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient) -> None:
     one, two = fleet.base(1), fleet.base(2)
     await client.run("update_weights", update_of(one, "one"))
     for seed in (1, 2):

@@ -159,7 +159,9 @@ def strangers() -> Iterator[Strangers]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ipc", "nixl"])
-async def test_strangers_at_every_socket_of_an_update(backend: str, plane: Plane, strangers: Strangers) -> None:
+async def test_strangers_at_the_sockets_of_an_update_get_and_change_nothing(
+    backend: str, plane: Plane, strangers: Strangers
+) -> None:
     """The update commits with the right digest, nothing is given out, and the page lists each socket."""
     if backend == "nixl":
         pytest.importorskip("nixl")
@@ -195,7 +197,7 @@ async def test_strangers_at_every_socket_of_an_update(backend: str, plane: Plane
         assert secret not in logs
 
 
-async def test_the_sockets_of_nats_the_frontend_and_a_worker(plane: Plane, nats: NatsServer) -> None:
+async def test_nats_frontend_and_worker_have_only_the_listed_sockets(plane: Plane, nats: NatsServer) -> None:
     worker = plane.spawn()
     assert listeners(family(worker.process.pid)) == set()
     assert Counter(row("nats-server", one) for one in listeners([nats.process.pid])) == rows("nats")
@@ -208,7 +210,9 @@ async def test_the_sockets_of_nats_the_frontend_and_a_worker(plane: Plane, nats:
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=pytest.mark.engines(name)) for name in ("vllm", "sglang")]
 )
-async def test_strangers_at_the_sockets_of_a_real_engine(engine: str, plane: Plane, strangers: Strangers) -> None:
+async def test_a_real_engine_has_only_listed_sockets_and_survives_strangers(
+    engine: str, plane: Plane, strangers: Strangers
+) -> None:
     """The engine's own processes are reached on this machine only, and by files only from its own user."""
     first, other = (
         make_witness_model(plane.tmp / "weights" / f"witness{seed}", seed, "bfloat16") for seed in (1, 2)

@@ -47,7 +47,7 @@ EMPTY = (TensorSpec("F16", (0, 7)), b"")
 # what is read
 
 
-def test_it_is_a_transport(transport: FilesystemTransport, root: Path) -> None:
+def test_the_filesystem_is_a_transport_without_settings(transport: FilesystemTransport, root: Path) -> None:
     seam: WeightTransport = transport
     assert seam.backend == "filesystem"
     seam.init({"backend": "filesystem"})
@@ -102,7 +102,7 @@ def test_a_delivery_is_read_once_and_closed_twice(transport: FilesystemTransport
     delivery.close()
 
 
-def test_closed_before_it_was_read(transport: FilesystemTransport, root: Path) -> None:
+def test_a_closed_delivery_can_not_be_read(transport: FilesystemTransport, root: Path) -> None:
     delivery = transport.open(request(single(root / "c")), "base")
     tensors = delivery.tensors()
     delivery.close()
@@ -132,7 +132,9 @@ def test_large_tensors_are_read_in_pieces(transport: FilesystemTransport, root: 
 @pytest.mark.parametrize(
     "path", [None, 7, True, b"/x", ["x"], {}, "", ".", "relative/dir", "~/x", "/a\0b", "/" + "a" * 5000, "/\ud800"]
 )
-def test_a_path_that_is_none(transport: FilesystemTransport, root: Path, path: Any) -> None:
+def test_an_impossible_path_is_refused_and_the_fix_names_the_roots(
+    transport: FilesystemTransport, root: Path, path: Any
+) -> None:
     error = refusal(transport, path)
     assert str(root) in error.facts["fix"]
     json.dumps(error.to_wire(), ensure_ascii=False).encode()
@@ -186,7 +188,9 @@ def test_symlinks_inside_the_roots_are_fine(root: Path, tmp_path: Path) -> None:
         assert read(transport.open(request(path), "base")) == {"a": A, "b": B}
 
 
-def test_files_that_lead_outside(transport: FilesystemTransport, root: Path, tmp_path: Path) -> None:
+def test_links_that_lead_outside_the_roots_are_refused(
+    transport: FilesystemTransport, root: Path, tmp_path: Path
+) -> None:
     write_safetensors(tmp_path / "out.safetensors", {"b": B})
     directory = root / "c"
     directory.mkdir()
@@ -207,7 +211,7 @@ def test_files_that_lead_outside(transport: FilesystemTransport, root: Path, tmp
     assert "outside" in refusal(transport, directory).message
 
 
-def test_a_symlink_that_changes_after_it_was_looked_at(
+def test_a_symlink_that_changes_after_the_check_is_refused(
     transport: FilesystemTransport, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_safetensors(tmp_path / "out.safetensors", {"b": B})
@@ -290,7 +294,7 @@ def test_a_path_that_is_no_regular_file_is_refused_at_once(transport: Filesystem
     assert "a device" in refusal(FilesystemTransport(TransportContext((Path("/dev"),))), "/dev/null").message
 
 
-def test_a_fifo_that_took_the_files_place(
+def test_a_fifo_that_took_the_files_place_is_refused_without_a_wait(
     transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fifo appears after the file was looked at. Opening it must not wait for a writer."""
@@ -321,7 +325,7 @@ def test_pickles_are_never_loaded(transport: FilesystemTransport, root: Path) ->
     assert read(transport.open(request(directory), "base")) == {"a": A, "b": B}
 
 
-def test_a_directory_without_weights(transport: FilesystemTransport, root: Path) -> None:
+def test_a_directory_without_weights_is_refused(transport: FilesystemTransport, root: Path) -> None:
     assert "neither" in refusal(transport, root, InvalidWeights).message
     write_safetensors(root / "adapter_model.safetensors", {"a": A})
     assert "adapter_model.safetensors" in refusal(transport, root, InvalidWeights).message
@@ -364,7 +368,7 @@ def test_a_wrong_or_hostile_index_is_refused(
     json.dumps(error.to_wire(), ensure_ascii=False).encode()
 
 
-def test_a_tensor_in_two_shards(transport: FilesystemTransport, root: Path) -> None:
+def test_a_tensor_in_two_shards_is_refused(transport: FilesystemTransport, root: Path) -> None:
     directory = sharded(root / "c", one={"a": A, "s": SCALAR}, two={"b": B, "a": A})
     assert "'a' is in 'one.safetensors' and in" in refusal(transport, directory, InvalidWeights).message
     directory = sharded(
@@ -375,12 +379,14 @@ def test_a_tensor_in_two_shards(transport: FilesystemTransport, root: Path) -> N
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff{}", b'{"weight_map": {"a": "x", "a": "y"}}', b"NaN"])
-def test_an_index_that_is_no_json_object(transport: FilesystemTransport, root: Path, content: bytes) -> None:
+def test_an_index_that_is_no_json_object_is_refused(
+    transport: FilesystemTransport, root: Path, content: bytes
+) -> None:
     (root / INDEX_NAME).write_bytes(content)
     assert INDEX_NAME in refusal(transport, root, InvalidWeights).message
 
 
-def test_bounds_of_an_index(transport: FilesystemTransport, root: Path) -> None:
+def test_an_index_with_too_many_files_or_bytes_is_refused(transport: FilesystemTransport, root: Path) -> None:
     directory = sharded(root / "c", one={"a": A})
     shards = {f"t{number}": f"{number}.safetensors" for number in range(MAX_FILES + 1)}
     (directory / INDEX_NAME).write_text(json.dumps({"weight_map": shards}))
@@ -389,7 +395,9 @@ def test_bounds_of_an_index(transport: FilesystemTransport, root: Path) -> None:
     assert f"more than {MAX_JSON_BYTES} bytes" in refusal(transport, directory, InvalidWeights).message
 
 
-def test_a_single_file_and_an_index(transport: FilesystemTransport, root: Path) -> None:
+def test_a_single_file_beside_an_index_of_other_files_is_refused(
+    transport: FilesystemTransport, root: Path
+) -> None:
     directory = sharded(root / "c", one={"a": A})
     single(directory)
     assert "two checkpoints" in refusal(transport, directory, InvalidWeights).message
@@ -534,7 +542,7 @@ def test_a_file_that_changes_while_it_is_open_is_refused(transport: FilesystemTr
         delivery.close()
 
 
-def test_a_shard_that_changes_after_it_was_read(transport: FilesystemTransport, root: Path) -> None:
+def test_a_shard_that_changes_after_it_was_read_is_refused(transport: FilesystemTransport, root: Path) -> None:
     directory = sharded(root / "c", one={"a": A}, two={"b": B})
     delivery = transport.open(request(directory), "base")
     tensors = delivery.tensors()
@@ -563,7 +571,7 @@ def test_replacing_by_rename_changes_nothing_for_who_has_it_open(
     assert read(transport.open(request(directory), "base"))["b"] == other
 
 
-def test_a_checkpoint_replaced_while_it_is_opened(transport: FilesystemTransport, root: Path) -> None:
+def test_a_checkpoint_replaced_while_it_is_opened_is_refused(transport: FilesystemTransport, root: Path) -> None:
     """The index and the first shard are new, and the second shard is old. They are never mixed, although they fit."""
     directory = sharded(root / "c", one={"a": A}, two={"b": B})
 
@@ -648,7 +656,7 @@ def test_a_written_manifest_has_the_digests_of_the_tensors(
     )
 
 
-def test_write_manifest_of_nothing(root: Path) -> None:
+def test_write_manifest_refuses_a_directory_without_weights(root: Path) -> None:
     with pytest.raises(InvalidRequest, match="not a directory") as caught:
         write_manifest(root / "absent")
     assert caught.value.facts["field"] == "directory"
@@ -692,7 +700,7 @@ def drop(manifest: dict[str, Any], *keys: str) -> None:
         (lambda m: m["tensors"]["a"].update(digest="0" * 32), "digests make"),
     ],
 )
-def test_a_manifest_that_does_not_fit(
+def test_a_manifest_that_does_not_fit_is_refused(
     transport: FilesystemTransport, root: Path, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     manifest = write_manifest(single(root / "c"))
@@ -701,7 +709,7 @@ def test_a_manifest_that_does_not_fit(
     assert message in refusal(transport, root / "c", InvalidWeights).message
 
 
-def test_a_manifest_that_is_no_json(transport: FilesystemTransport, root: Path) -> None:
+def test_a_manifest_with_a_key_twice_is_refused(transport: FilesystemTransport, root: Path) -> None:
     (single(root / "c") / MANIFEST_NAME).write_bytes(b'{"v": 1, "v": 1}')
     assert "twice" in refusal(transport, root / "c", InvalidWeights).message
 

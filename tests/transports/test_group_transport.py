@@ -76,7 +76,7 @@ def models(plane: Plane, nbytes: int = BUCKET) -> tuple[Path, Path]:
     return plane.model(1, tensors=5, nbytes=nbytes), plane.model(2, tensors=5, nbytes=nbytes)
 
 
-async def test_base_and_adapter_into_two_workers_while_they_generate(plane: Plane) -> None:
+async def test_base_and_adapter_reach_two_workers_while_they_generate(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     client = await plane.client()
     ids = await asyncio.to_thread(witnesses.spawn, 2)
@@ -145,7 +145,7 @@ async def test_a_trainer_that_stands_still_is_seen_and_an_operator_ends_its_upda
     assert sum(reply["phases"].values()) > reply["phases"]["receive_s"] > 0
 
 
-async def test_a_mixed_world_and_a_joiner(plane: Plane) -> None:
+async def test_a_worker_that_joins_later_receives_by_the_next_group(plane: Plane) -> None:
     """Engines of two kinds are in one group. A worker that joins later is not in it; a new group forms by itself."""
     client = await plane.client()
     model, other = models(plane)
@@ -166,7 +166,7 @@ async def test_a_mixed_world_and_a_joiner(plane: Plane) -> None:
         assert {*ids, late.instance_id} == {*(await states(client))}
 
 
-async def test_a_manifest_longer_than_a_message(plane: Plane) -> None:
+async def test_a_manifest_longer_than_a_message_reaches_the_workers(plane: Plane) -> None:
     client = await plane.client()
     model, other = (plane.model(seed, tensors=MANY_TENSORS, nbytes=4) for seed in (1, 2))
     plane.spawn_copies(2, model=model)
@@ -185,7 +185,7 @@ async def _is_listed(client: RlClient, instance_id: str) -> bool:
     return instance_id in await states(client)
 
 
-async def test_by_http_and_op_by_op(plane: Plane) -> None:
+async def test_a_trainer_updates_by_two_http_calls_or_by_worker_ops(plane: Plane) -> None:
     """The test makes the two calls as a trainer in another language does, and the ops beneath them on each worker."""
     client = await plane.client()
     model, other = models(plane)
@@ -294,7 +294,7 @@ async def _is_gone(client: RlClient, instance_id: str) -> bool:
     return instance_id not in await states(client)
 
 
-async def test_in_the_middle_of_a_bucket(plane: Plane) -> None:
+async def test_a_death_in_the_middle_of_a_bucket_ends_the_update_at_once(plane: Plane) -> None:
     """A receiver that stands still takes no more than a socket holds, so the trainer stops in the middle of a bucket.
     The trainer dies, then a worker does. No process waits for a time-out."""
     client = await plane.client()
@@ -346,7 +346,7 @@ async def test_a_trainers_child_that_outlives_it_delays_no_worker(plane: Plane) 
         await _is_as_before(client, ids, "initial")
 
 
-async def test_a_worker_hangs(plane: Plane) -> None:
+async def test_a_worker_that_hangs_ends_the_update_after_the_time_out(plane: Plane) -> None:
     """Only a time-out can show that the worker hangs."""
     client = await plane.client()
     model, other = models(plane)
@@ -367,7 +367,7 @@ async def test_a_worker_hangs(plane: Plane) -> None:
         await plane.until(lambda: all_serve(client, "two"))
 
 
-async def test_a_trainer_hangs(plane: Plane) -> None:
+async def test_a_trainer_that_hangs_ends_the_update_after_the_time_out(plane: Plane) -> None:
     """The trainer hangs in the middle of an update. Its receivers end after the group's `timeout_s`, and each says
     so."""
     client = await plane.client()
@@ -429,7 +429,7 @@ group.Group = lambda place, join_s: torch_group.Group(place, min(join_s, place.t
 """
 
 
-async def test_a_trainer_hangs_while_its_group_forms(plane: Plane) -> None:
+async def test_a_group_of_a_trainer_that_hangs_is_given_up_within_its_bound(plane: Plane) -> None:
     """The trainer's kernel accepts connections, and no process answers on them."""
     client = await plane.client()
     model, other = models(plane)

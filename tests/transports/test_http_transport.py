@@ -75,7 +75,7 @@ def refused(act: Callable[[], object], kind: type[PlaneError], *words: str) -> P
 
 
 @pytest.mark.parametrize("run_bytes", [1, 1 << 26])
-def test_one_file_and_shards(server: RangeServer, served: Path, run_bytes: int) -> None:
+def test_one_file_and_shards_are_fetched_by_ranges(server: RangeServer, served: Path, run_bytes: int) -> None:
     """In one range for each file, or each tensor in a range of its own."""
 
     def fetch_in_runs(path: str) -> Tensors:
@@ -101,7 +101,7 @@ def test_ranges_are_read_once(server: RangeServer, served: Path, plan: Behaviour
     assert [one.headers["Accept-Encoding"] for one in plan.asked] == ["identity"] * len(plan.asked)
 
 
-def test_the_files_beside_the_weights(server: RangeServer, served: Path) -> None:
+def test_the_files_beside_the_weights_are_fetched_too(server: RangeServer, served: Path) -> None:
     """The manifest's digests, the canary and an adapter's config are read as in a directory."""
     single(served / "one")
     manifest = write_manifest(served / "one")
@@ -221,7 +221,9 @@ def test_weak_etags_are_compared(server: RangeServer, served: Path, plan: Behavi
 
 
 @pytest.mark.parametrize("tensors", [{**LARGE, "t5": (LARGE["t5"][0], bytes(200_005))}, {"a": A}])
-def test_a_file_that_changes(server: RangeServer, served: Path, tensors: Tensors) -> None:
+def test_a_file_that_changes_after_it_was_opened_is_refused(
+    server: RangeServer, served: Path, tensors: Tensors
+) -> None:
     """Another content of the same length, and a shorter file."""
     single(served / "one", LARGE)
     delivery = transport_for(server.url).open({"backend": "http", "url": f"{server.url}/one"}, "base")
@@ -229,7 +231,9 @@ def test_a_file_that_changes(server: RangeServer, served: Path, tensors: Tensors
     refused(lambda: read(delivery), InvalidWeights, "changed")
 
 
-def test_an_index_that_changes(server: RangeServer, served: Path, plan: Behaviour) -> None:
+def test_an_index_that_changes_while_it_is_opened_is_refused(
+    server: RangeServer, served: Path, plan: Behaviour
+) -> None:
     sharded(served / "many", x={"a": A}, y={"b": B})
 
     def change() -> None:
@@ -251,7 +255,7 @@ def test_an_index_that_changes(server: RangeServer, served: Path, plan: Behaviou
         ({"content_range": "bytes 0-99999999999/100000000000"}, ("another range",)),
     ],
 )
-def test_a_server_that_is_no_use(
+def test_a_server_without_usable_ranges_is_refused_with_the_reason(
     server: RangeServer, served: Path, plan: Behaviour, behaviour: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     single(served / "one")
@@ -263,7 +267,7 @@ def test_a_server_that_is_no_use(
         assert word in f"{caught.value} {caught.value.facts['fix']}"
 
 
-def test_a_range_of_another_place(server: RangeServer, served: Path, plan: Behaviour) -> None:
+def test_a_range_of_another_place_is_refused(server: RangeServer, served: Path, plan: Behaviour) -> None:
     single(served / "one", LARGE)
     size = (served / "one" / SINGLE_NAME).stat().st_size
     delivery = transport_for(server.url).open({"backend": "http", "url": f"{server.url}/one"}, "base")
@@ -282,7 +286,9 @@ def test_damaged_files_are_refused_with_the_reason(server: RangeServer, served: 
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 410])
-def test_a_url_that_is_gone(server: RangeServer, served: Path, plan: Behaviour, status: int) -> None:
+def test_a_url_that_is_gone_is_reported_without_its_secret(
+    server: RangeServer, served: Path, plan: Behaviour, status: int
+) -> None:
     single(served / "one")
     request = {
         "backend": "http",
@@ -305,18 +311,20 @@ def test_the_answer_of_a_missing_file_is_named(server: RangeServer, served: Path
     refused(lambda: fetch(server, f"one?{SECRET}"), InvalidWeights, "model.safetensors: 403")
 
 
-def test_redirects_end(server: RangeServer, plan: Behaviour) -> None:
+def test_the_number_of_redirects_is_bounded(server: RangeServer, plan: Behaviour) -> None:
     plan.redirects["*"] = f"{server.url}/again/{{name}}"
     refused(lambda: fetch(server, ""), InvalidWeights, "redirects")
     assert len(plan.asked) == range_reader.MAX_REDIRECTS + 1
 
 
-def test_a_redirect_to_a_metadata_service(server: RangeServer, plan: Behaviour) -> None:
+def test_a_redirect_to_a_metadata_service_is_refused(server: RangeServer, plan: Behaviour) -> None:
     plan.redirects["*"] = "http://169.254.169.254/latest/meta-data"
     refused(lambda: fetch(server, ""), InvalidRequest, "169.254.169.254", "may not fetch")
 
 
-def test_a_name_that_leads_to_this_machine(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_that_leads_to_this_machine_is_refused(
+    server: RangeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its name server may answer anything (DNS rebinding)."""
     really = socket.getaddrinfo
 
@@ -337,7 +345,9 @@ def test_a_closed_server_is_reported_as_unavailable(server: RangeServer) -> None
     refused(act, Unavailable, "0 bytes", "the connection failed")
 
 
-def test_a_server_that_stands_still_in_the_middle(server: RangeServer, served: Path, plan: Behaviour) -> None:
+def test_a_server_that_sends_nothing_more_is_reported_as_unavailable(
+    server: RangeServer, served: Path, plan: Behaviour
+) -> None:
     single(served / "one", LARGE)
     request = {"backend": "http", "url": f"{server.url}/one"}
     delivery = transport_for(server.url, stall_s=0.5).open(request, "base")
@@ -345,7 +355,9 @@ def test_a_server_that_stands_still_in_the_middle(server: RangeServer, served: P
     refused(lambda: read(delivery), Unavailable, "came in 0.5 s", "503")
 
 
-def test_a_server_that_sends_byte_by_byte(server: RangeServer, served: Path, plan: Behaviour) -> None:
+def test_a_server_that_sends_byte_by_byte_is_given_up_as_too_slow(
+    server: RangeServer, served: Path, plan: Behaviour
+) -> None:
     single(served / "one", LARGE)
     request = {"backend": "http", "url": f"{server.url}/one"}
     delivery = transport_for(server.url, stall_s=0.5).open(request, "base")
@@ -357,7 +369,7 @@ def test_a_server_that_sends_byte_by_byte(server: RangeServer, served: Path, pla
 
 
 @pytest.mark.parametrize("by", ["cancel", "close"])
-def test_a_read_that_is_given_up(
+def test_a_cancel_or_a_close_ends_a_read(
     server: RangeServer, served: Path, plan: Behaviour, no_descriptor_leaks: None, by: str
 ) -> None:
     single(served / "one", LARGE)

@@ -419,7 +419,7 @@ def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.Mon
         assert len(tried) == 1
 
 
-def test_no_receiver_comes() -> None:
+def test_a_sender_gives_up_if_no_receiver_comes() -> None:
     with (
         sender_of(1, first_receiver_s=0.1) as (sender, _),
         pytest.raises(DeadlineExceeded, match="no receiver came"),
@@ -559,7 +559,9 @@ async def test_weights_that_do_not_fit_or_are_not_the_stated_ones_change_nothing
     await plane.until(lambda: nothing_left(plane))
 
 
-async def test_an_update_that_is_given_up_in_the_middle(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+async def test_workers_end_an_update_whose_coordinator_is_gone(
+    plane: Plane, trainer_of: Callable[..., Trainer]
+) -> None:
     """Its trainer lives, and is silent; its coordinator is gone. The workers end it by themselves."""
     client = await plane.client()
     worker = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
@@ -591,7 +593,9 @@ async def test_a_late_worker_waits_for_the_next_update(plane: Plane, trainer_of:
         await serves(client, one.instance_id, model_of(plane, 2))
 
 
-async def test_over_the_served_weights(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+async def test_an_update_in_place_heals_if_its_trainer_dies_half_way(
+    plane: Plane, trainer_of: Callable[..., Trainer]
+) -> None:
     """The weights do not fit twice. After a failure half-way the committed version is fetched from its own source."""
     client = await plane.client()
     worker = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))

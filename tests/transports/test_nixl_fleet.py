@@ -269,7 +269,9 @@ async def _listed(client: RlClient, worker: Spawned) -> bool:
 
 
 @needs_nixl
-async def test_an_update_in_place_and_an_adapter(plane: Plane, trainer: Callable[..., Trainer]) -> None:
+async def test_a_new_worker_heals_base_and_adapter_from_the_trainer(
+    plane: Plane, trainer: Callable[..., Trainer]
+) -> None:
     source, client = trainer(), await plane.client()
     worker = plane.spawn()
     await publish(client, source, plane.model(1), "one", staging="none")

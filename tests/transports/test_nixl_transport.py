@@ -370,7 +370,7 @@ def test_a_puller_that_can_not_be_served_is_not_the_last(
 
 
 @needs_nixl
-def test_a_manifest_of_megabytes(sender: NixlSender, puller: NixlTransport) -> None:
+def test_a_manifest_of_megabytes_arrives(sender: NixlSender, puller: NixlTransport) -> None:
     specs = {f"layer.{number}.{'x' * 100}": TensorSpec("U8", (1,)) for number in range(20_000)}
     manifest = Manifest(pack(specs.items(), 1 << 18))
     given = {name: HostTensor(spec, memoryview(name[6:7].encode())) for name, spec in specs.items()}
@@ -393,7 +393,7 @@ def test_a_large_bucket_is_read_in_pieces(sender: NixlSender) -> None:
 
 
 @needs_nixl
-def test_empty_tensors_and_adapters(sender: NixlSender, puller: NixlTransport) -> None:
+def test_empty_tensors_and_adapters_are_pulled(sender: NixlSender, puller: NixlTransport) -> None:
     specs = {"empty": TensorSpec("F32", (0, 4))}
     transport = sender.open(Manifest(pack(specs.items()), adapter_config=CONFIG))
     sender.finish({"empty": "0" * 64})

@@ -216,7 +216,7 @@ async def test_an_aborted_update_ends_in_the_middle_of_a_bucket(
         server.process.send_signal(signal.SIGCONT)
 
 
-def test_a_manifest_of_megabytes(plane: Plane) -> None:
+def test_a_manifest_of_megabytes_arrives(plane: Plane) -> None:
     specs = {f"layer.{number}.{'x' * 100}": TensorSpec("U8", (1,)) for number in range(20_000)}
     manifest = Manifest(pack(specs.items(), 1 << 20))
     given = {name: HostTensor(spec, memoryview(name[6:7].encode())) for name, spec in specs.items()}
@@ -272,7 +272,7 @@ async def test_digests_that_the_bytes_do_not_have_are_refused(plane: Plane) -> N
 # ---- a server that ends and starts again ----
 
 
-async def test_nats_killed_under_the_publisher_and_under_a_receiver(
+async def test_publisher_and_receiver_continue_after_a_kill_of_nats(
     own_nats: tuple[NatsServer, Plane], publisher: MakePublisher
 ) -> None:
     server, plane = own_nats
@@ -386,7 +386,7 @@ def served(tmp_path: Path, config: str) -> NatsServer:
     return server
 
 
-def test_small_messages_and_a_password(tmp_path: Path) -> None:
+def test_an_object_crosses_a_server_with_small_messages_and_a_password(tmp_path: Path) -> None:
     config = "max_payload: 20KB\nauthorization { user: weights, password: secret }"
     server = served(tmp_path, config)
     try:
@@ -440,7 +440,7 @@ def test_a_server_without_room_says_so_and_keeps_nothing(tmp_path: Path) -> None
         ({"object": "0" * 20, "stream": "KV_x"}, "transport.stream"),
     ],
 )
-def test_requests_that_are_wrong(plane: Plane, request_: dict[str, Any], field: str) -> None:
+def test_a_wrong_request_names_its_field(plane: Plane, request_: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         transport_of(plane).open({"backend": "object_store", **request_}, "base")
     assert caught.value.facts["field"] == field

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-async def test_part_by_part_into_two_workers_while_they_generate(plane: Plane) -> None:
+async def test_parts_reach_two_workers_while_they_generate(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     client = await plane.client()
     ids = await asyncio.to_thread(witnesses.spawn, 2)
@@ -156,7 +156,7 @@ async def test_a_wrong_call_of_an_update_in_parts_is_refused(plane: Plane) -> No
         assert all(state["staged"] is None for state in (await states(client)).values())
 
 
-async def test_a_group_that_is_left(plane: Plane) -> None:
+async def test_a_destroyed_group_is_refused_and_another_group_works(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     client = await plane.client()
     await asyncio.to_thread(witnesses.spawn, 1)

@@ -17,7 +17,7 @@ from rl_plane.cli.doctor.doctor_facts import Asked, DoctorFacts
 from rl_plane.cli.explain.read_facts import one_component
 from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import say, say_json
-from rl_plane.cli.settings import Command, command
+from rl_plane.cli.settings import Command, command, only_component
 from rl_plane.cli.steer import REACH, over_nats
 from rl_plane.errors import PlaneError
 from rl_plane.fleet.http_client import call_facade, call_json
@@ -54,16 +54,16 @@ def summary(lines: list[CheckLine]) -> str:
 
 
 def read_doctor_facts(given: Command) -> DoctorFacts:
-    """Asks the frontend, the workers and NATS. With the flag `--nats-url` the workers are asked over NATS."""
+    """Asks the frontend, the workers and NATS. Over NATS, the workers are asked without a frontend."""
     values, timeout_s = given.values, given.values["timeout_s"] or ASK_S
     component, roots = one_component(given), values["asked_roots"]
     body: dict[str, Any] = {"host": True, "min_workers": 0, **({"weight_roots": list(roots)} if roots else {})}
     facts: dict[str, Any] = {"version": own_version(), "roots": roots}
     from rl_plane.cli.doctor.nats_questions import ask_nats  # nats-py is loaded only where it is needed
 
-    name = (component.get("component") or [DEFAULT_COMPONENT])[0]
-    subjects, keys = Subjects(values["namespace"], name), credentials(values)
-    if over_nats(given):
+    named, keys = only_component(values), credentials(values)
+    if over_nats(given, only_there=()):  # beside a frontend, NATS is asked too
+        subjects = Subjects(values["namespace"], named or DEFAULT_COMPONENT)
         url = values["nats_url"] or DEFAULT_NATS_URL
         nats, describe, error = ask_nats(url, keys, subjects, body, timeout_s)
         return DoctorFacts(
@@ -75,6 +75,10 @@ def read_doctor_facts(given: Command) -> DoctorFacts:
         return DoctorFacts(url=base, about_error=error, **facts)
     describe, error = _asked(lambda: call_facade(base, key, "describe", {**component, **body}, timeout_s))
     url = values["nats_url"] or about.reply["nats"]["url"]
+    namespace = values["namespace"]
+    if "namespace" not in given.flags:
+        namespace = about.reply.get("namespace", namespace)  # an older frontend does not say it
+    subjects = Subjects(namespace, named or about.reply["component"])
     nats, _, _ = ask_nats(url, keys, subjects, None, timeout_s)
     return DoctorFacts(
         url=base,

@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 SPEEDS = Speeds()
 
 
-def test_one_host_of_one_rank() -> None:
+def test_the_plan_of_one_rank_has_the_numbers_computed_by_hand() -> None:
     """8 GB over a link of 50 GB/s, by hand."""
     found = cost(Deployment(4e9, 2, hosts=1, ranks=1), SPEEDS)
     assert found.staged == found.staged_per_rank == found.sent_star == found.sent_relay == 8 * GB

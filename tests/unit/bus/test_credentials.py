@@ -125,7 +125,7 @@ def test_certificates_must_be_there_and_fit(tmp_path: Path) -> None:
     refused(NatsCredentials(cert=text, cert_key=open_key), "other users can read", "nats_cert_key")
 
 
-def test_files_that_exclude_or_need_each_other(tmp_path: Path) -> None:
+def test_files_that_exclude_or_need_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="both an NKey and a credentials file"):
         NatsCredentials(nkey=tmp_path, creds=tmp_path)
     for files in ({"cert": tmp_path}, {"cert_key": tmp_path}):
@@ -146,7 +146,7 @@ def test_a_path_of_another_type_is_refused() -> None:
     assert error.value.facts == {"field": "nats_creds", "fix": "give a path: a string or a Path"}
 
 
-def test_they_travel_to_the_ranks_of_an_engine_as_paths(tmp_path: Path) -> None:
+def test_credentials_travel_to_the_ranks_of_an_engine_as_paths(tmp_path: Path) -> None:
     files = NatsCredentials(nkey=tmp_path / "key", ca=tmp_path / "ca")
     context = TransportContext((tmp_path,), credentials=files)
     wire = json.loads(json.dumps(context.to_wire()))

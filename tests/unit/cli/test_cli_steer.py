@@ -159,12 +159,19 @@ def test_abort_and_complete_name_the_update_and_print_the_outcome(
     by = f"an operator on host {socket.gethostname()}"
     assert facade.asked[0]["path"] == "/v1/rl/abort_weights_update"
     assert facade.asked[0]["body"] == {"update_id": "u1", "by": by}
+    facade.answers({**HEAD, "update_id": "the newest", "workers": []})
     assert main.run(["abort"]) == 0
-    assert facade.asked[1]["body"] == {"by": by}
+    assert facade.asked[1]["path"] == "/v1/rl/abort_weights_update"
+    assert facade.asked[1]["body"] == {"by": by}, "no id is sent, and the fleet names the update"
+    assert capsys.readouterr().out == "aborted the update the newest in 0.250 s\n"
     facade.answers({**HEAD, "version": VERSION, "workers": [], "excluded": [], "phases": {"receive_s": 2.0}})
     assert main.run(["complete", "u1"]) == 0
     assert facade.asked[2]["path"] == "/v1/rl/complete_weights_update"
     assert facade.asked[2]["body"] == {"update_id": "u1"}
+    assert "committed version 3 (step_3)" in capsys.readouterr().out
+    assert main.run(["complete"]) == 0
+    assert facade.asked[3]["path"] == "/v1/rl/complete_weights_update"
+    assert facade.asked[3]["body"] == {}
     assert "committed version 3 (step_3)" in capsys.readouterr().out
 
 
@@ -317,6 +324,72 @@ def test_a_key_that_can_not_steer_is_refused_before_a_connection(
         assert reading.result(BOUND_S) == 1
 
 
+@pytest.mark.parametrize("argv", [["pause"], ["ready"], ["ready", "--wait", "5s"], ["explain"]])
+@pytest.mark.parametrize(
+    "flag",
+    [["--namespace", "staging"], ["--nats-ca", "ca.pem"], ["--nats-cert", "c.pem", "--nats-cert-key", "k.pem"]],
+)
+def test_a_flag_that_a_frontend_ignores_is_refused(
+    facade: Facade, capsys: pytest.CaptureFixture[str], argv: list[str], flag: list[str]
+) -> None:
+    assert main.run([*argv, *flag]) == 2
+    error = capsys.readouterr().err
+    assert f"{flag[0]}: the frontend at --url ignores it" in error
+    assert "fix: give --nats-url (or --over-nats)" in error
+    assert facade.asked == []
+
+
+@pytest.mark.parametrize("components", [[], ["policy"], ["policy", "reward"]])
+def test_ready_listens_to_the_events_of_each_component_that_it_waits_for(
+    facade: Facade, capsys: pytest.CaptureFixture[str], components: list[str]
+) -> None:
+    error = {"code": "no_workers", "message": "there is no worker"}
+    facade.answers({"status": "error", "error": error}, 503)
+    assert main.run(["ready", "--wait", "2s", *(f"--component={name}" for name in components)]) == 1
+    heard = [one["query"].get("component") for one in facade.asked if one["path"] == "/v1/rl/events"]
+    assert sorted({name for names in heard for name in names or [""]}) == (components or [""])
+
+
+def test_publish_refuses_a_namespace_beside_a_frontend(
+    facade: Facade, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["publish", str(tmp_path), "--namespace", "staging"]) == 2
+    assert "--namespace: the frontend at --url ignores it" in capsys.readouterr().err
+    assert facade.asked == []
+
+
+def test_a_switch_asks_at_the_address_of_the_variable_which_alone_asks_a_frontend(
+    facade: Facade, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facade.answers({**HEAD, "workers": []})
+    with socket.create_server(("127.0.0.1", 0)) as nats, ThreadPoolExecutor(1) as pool:
+        nats.settimeout(BOUND_S)
+        monkeypatch.setenv("RL_PLANE_NATS_URL", f"nats://user:geheim@127.0.0.1:{nats.getsockname()[1]}")
+        assert main.run(["state"]) == 0
+        assert len(facade.asked) == 1
+        reading = pool.submit(main.run, ["state", "--over-nats", "--namespace", "staging"])
+        connection, _ = nats.accept()
+        connection.close()
+        nats.close()
+        assert reading.result(BOUND_S) == 1
+    assert len(facade.asked) == 1
+    assert "geheim" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "fix"),
+    [
+        (["state"], "set RL_PLANE_NATS_URL and give --over-nats, or give a key"),
+        (["worker", "--engine", "fake"], "set RL_PLANE_NATS_URL, or give a key"),
+    ],
+)
+def test_the_fix_of_a_password_in_a_flag_reaches_nats(
+    capsys: pytest.CaptureFixture[str], argv: list[str], fix: str
+) -> None:
+    assert main.run([*argv, "--nats-url", "nats://user:geheim@127.0.0.1:9"]) == 2
+    assert f"fix: {fix}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["worker", "--engine", "fake"], ["frontend"]])
 def test_a_process_with_another_roles_key_ends_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str]
@@ -425,7 +498,7 @@ def test_update_sends_its_policy(facade: Facade, argv: list[str], wanted: dict[s
 
 
 @pytest.mark.parametrize("op", ["load", "swap", "unload"])
-def test_update_of_an_adapter(facade: Facade, op: str) -> None:
+def test_update_sends_the_adapter_as_its_target(facade: Facade, op: str) -> None:
     facade.answers(COMMITTED)
     path = [] if op == "unload" else ["adapters/a"]
     assert main.run(["update", *path, "--adapter", "a", "--adapter-op", op]) == 0
@@ -454,7 +527,7 @@ def test_an_adapter_is_loaded_unless_said_otherwise(facade: Facade) -> None:
         (["x", "--staging", "disk"], "'host', 'none'"),
     ],
 )
-def test_an_update_that_is_not_sent(
+def test_a_wrong_update_command_is_refused_and_not_sent(
     facade: Facade, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
 ) -> None:
     assert main.run(["update", *argv]) == 2
@@ -580,7 +653,7 @@ def test_the_fix_of_state_is_not_state(facade: Facade, capsys: pytest.CaptureFix
     ("status", "reply"),
     [(200, b"<html>"), (200, b"[]"), (200, b'{"a": 1}'), (502, b"<html>"), (404, b'{"detail": "x"}')],
 )
-def test_something_else_answers(
+def test_an_answer_of_another_server_says_to_check_the_address(
     facade: Facade, capsys: pytest.CaptureFixture[str], status: int, reply: bytes
 ) -> None:
     facade.status, facade.reply = status, reply

@@ -93,7 +93,9 @@ def test_the_key_that_asked_is_shown_by_its_ends(facade: Facade, capsys: pytest.
     assert [row.split("  ")[-1].strip() for row in rows] == ["UABC…DEFG (said)", "dashboard", "-"]
 
 
-def test_updates_of_none_and_of_several_components(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+def test_updates_are_listed_by_component_or_there_are_none(
+    facade: Facade, capsys: pytest.CaptureFixture[str]
+) -> None:
     facade.answers({**HEAD, "updates": [], "workers": []})
     assert main.run(["updates"]) == 0
     assert capsys.readouterr().out == "no updates\n"

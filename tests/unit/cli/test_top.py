@@ -127,7 +127,7 @@ def facts(found: dict[str, Any] | None, **more: Any) -> TopFacts:
     return TopFacts(url="http://f:8002", clock="09:41:07", state=found, **more)
 
 
-def test_the_screen_of_a_fleet_that_is_well() -> None:
+def test_the_screen_of_a_healthy_fleet_shows_its_rates_and_workers() -> None:
     text = shown(
         facts(
             state(row(ID_A), expected=2),
@@ -146,7 +146,7 @@ def test_the_screen_of_a_fleet_that_is_well() -> None:
     assert "no answer" not in text
 
 
-def test_the_screen_of_an_update_and_of_workers_that_need_a_look() -> None:
+def test_the_screen_shows_an_update_and_first_the_closed_workers() -> None:
     behind = row(
         ID_B,
         admission={"open": False, "reasons": ["behind: no route to the trainer"]},

@@ -86,7 +86,7 @@ def test_the_command_writes_the_updates_that_are_named(
     )
 
 
-def test_an_update_that_is_not_there_and_a_file_that_can_not_be_written(
+def test_trace_refuses_an_unknown_update_and_an_unwritable_file(
     facade: Facade, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facade.answers({**HEAD, "workers": [], "updates": [entry("a")]})

@@ -356,7 +356,7 @@ def test_a_delta_of_a_version_that_is_not_committed_changes_no_worker() -> None:
     assert "was cast" in Driver(update(**DELTA), cast).error(NotAtBase).message
 
 
-def test_back_to_a_version_that_was_a_delta() -> None:
+def test_a_delta_given_with_its_base_brings_the_base_along() -> None:
     before = VersionSource({"backend": "filesystem", "path": "/base"}, keep_staged=True)
     other = {**DELTA, "base": "blake3:" + "7" * 64}
     driver = Driver(replace(update(**other), before=before), R1_OPEN)
@@ -367,7 +367,7 @@ def test_back_to_a_version_that_was_a_delta() -> None:
 
 
 @pytest.mark.parametrize("refetchable", [True, False])
-def test_unstaged_only_where_the_committed_version_can_be_fetched_again(refetchable: bool) -> None:
+def test_an_unstaged_update_needs_a_refetchable_committed_version(refetchable: bool) -> None:
     base = replace(R1_OPEN, source=replace(R1.source, refetchable=refetchable))
     driver = Driver(update(policy={"staging": "none"}), base)
     if refetchable:
@@ -422,7 +422,7 @@ def test_a_decision_that_can_not_be_settled_is_unknown_and_nothing_is_aborted(wh
     assert driver.phases == [*WHOLE[:4], "resolve"]
 
 
-def test_fenced_while_deciding_is_aborted() -> None:
+def test_an_update_that_is_fenced_while_deciding_is_aborted() -> None:
     driver = Driver(update(), decide=FENCED)
     assert driver.run().result is FENCED
     assert driver.phases == [*WHOLE[:4], "abort"]

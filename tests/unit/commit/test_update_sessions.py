@@ -143,7 +143,9 @@ def test_an_update_that_is_not_prepared_is_neither_completed_nor_aborted(call: U
         ({"on_prepare_failure": "exclude", "min_ready": 3}, "a", UpdateAborted),
     ],
 )
-def test_a_session_that_lost_a_worker(policy: dict[str, Any], gone: str, ends: type[PlaneError] | None) -> None:
+def test_a_session_that_lost_a_worker_ends_as_its_policy_says(
+    policy: dict[str, Any], gone: str, ends: type[PlaneError] | None
+) -> None:
     driver = with_session(COMPLETE, session_of(prepare(policy=policy)))
     driver.members = {key: "another" if key in gone else incarnation for key, incarnation in MEMBERS.items()}
     if ends is None:

@@ -101,7 +101,7 @@ def test_a_file_that_is_no_map_of_arguments_is_refused(
     assert caught.value.facts["fix"]
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be read: No such file"):
         EngineArguments({}, tmp_path / "gone.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
@@ -134,7 +134,7 @@ def parser(model: type[Arguments]) -> Callable[[Mapping[str, str]], Arguments]:
     return lambda texts: EngineOptions(Path(), extra=texts).arguments(model)
 
 
-def test_the_fake_engines_refusals(written: Callable[[str], Path]) -> None:
+def test_the_fake_engine_refuses_a_wrong_argument_by_name(written: Callable[[str], Path]) -> None:
     file = written("vocab-size: 300\nhold_bytes: false\ntoken_delay_s: 0.5")
     config = parser(FakeConfig)(EngineArguments({"vocab_size": "400"}, file).texts)
     assert (config.vocab_size, config.hold_bytes, config.token_delay_s) == (400, False, 0.5)
@@ -146,7 +146,7 @@ def test_the_fake_engines_refusals(written: Callable[[str], Path]) -> None:
     check_refusals(parser(FakeConfig), written, bad)
 
 
-def test_the_hf_engines_refusals(written: Callable[[str], Path]) -> None:
+def test_the_hf_engine_refuses_a_wrong_argument_by_name(written: Callable[[str], Path]) -> None:
     from worker.engines.hf.adapter import HfArguments
 
     file = written("num-blocks: 64")

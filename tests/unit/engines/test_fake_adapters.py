@@ -235,7 +235,9 @@ def write_over(engine: FakeEngine, directory: Path, cancelled: Callable[[], bool
 
 
 @pytest.mark.parametrize("hold_bytes", ["true", "false"])
-async def test_overwriting_what_can_not_be_staged(base: Path, new: Path, hold_bytes: str) -> None:
+async def test_weights_too_large_to_stage_overwrite_the_served_weights(
+    base: Path, new: Path, hold_bytes: str
+) -> None:
     engine = await started(base, staging_bytes="4095", hold_bytes=hold_bytes)
     reader = Reader(engine, max_tokens=40)
     await until(lambda: len(reader.deltas) == 4)
@@ -256,7 +258,7 @@ async def test_overwriting_what_can_not_be_staged(base: Path, new: Path, hold_by
     assert [(span.sequence, span.start, span.end) for span in last.spans] == [(0, 0, 4), (1, 4, 40)]
 
 
-async def test_just_enough_room_to_stage(base: Path, new: Path) -> None:
+async def test_weights_that_just_fit_are_staged(base: Path, new: Path) -> None:
     engine = await started(base, staging_bytes="4096")
     assert stage(engine, new)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ import pytest
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
 from rl_plane.protocol.generation import MAX_PROMPT_LOGPROBS, GenerateRequest
 from rl_plane.protocol.versions import TensorSpec
+from tests.sim.virtual_loop import VirtualLoop
 from tests.support.fake_runs import (
     PROMPT,
     ask,
@@ -43,7 +45,7 @@ __all__ = ["base", "new"]
 # life and options
 
 
-async def test_it_is_an_engine(base: Path) -> None:
+async def test_the_fake_engine_describes_itself_and_closes_twice(base: Path) -> None:
     factory: EngineFactory = build
     engine: EngineAdapter = factory(EngineOptions(base))
     info = await engine.start()
@@ -63,7 +65,7 @@ async def test_it_is_an_engine(base: Path) -> None:
     await engine.close()
 
 
-async def test_before_start_and_after_close(base: Path) -> None:
+async def test_a_closed_engine_refuses_every_call(base: Path) -> None:
     engine = build(EngineOptions(base))
     await engine.close()  # at any time
     with pytest.raises(EngineFailed, match="closed"):
@@ -117,7 +119,7 @@ def test_a_bad_engine_argument_is_named_with_a_fix(base: Path, key: str, value: 
     assert caught.value.facts["fix"]
 
 
-def test_bad_dtype_and_device(base: Path) -> None:
+def test_a_bad_dtype_or_device_is_refused_by_its_field(base: Path) -> None:
     for field, options in (
         ("dtype", EngineOptions(base, dtype="int4")),
         ("device", EngineOptions(base, device="cuda")),
@@ -127,7 +129,7 @@ def test_bad_dtype_and_device(base: Path) -> None:
         assert caught.value.facts["field"] == field
 
 
-async def test_a_missing_or_bad_model(tmp_path: Path, base: Path) -> None:
+async def test_a_missing_or_damaged_model_is_refused(tmp_path: Path, base: Path) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await build(EngineOptions(tmp_path / "absent")).start()
     assert caught.value.facts["field"] == "model"
@@ -192,7 +194,7 @@ async def test_prompt_logprobs_depend_on_the_weights_of_the_first_token(base: Pa
     assert told[:2] == fake_prompt_logprobs(model_digest(base), PROMPT[:2])
 
 
-async def test_more_prompt_logprobs_than_a_message_takes(base: Path) -> None:
+async def test_more_prompt_logprobs_than_a_message_takes_are_refused(base: Path) -> None:
     engine = await started(base, max_model_len="70000")
     most = [5] * MAX_PROMPT_LOGPROBS
     (delta,) = await drain(engine.generate(ask(prompt_token_ids=most, max_tokens=1, prompt_logprobs=True)))
@@ -215,7 +217,7 @@ def test_the_token_depends_on_all_that_it_should(base: Path, new: Path) -> None:
     assert fake_token("blake3:00", [0], 0, 4) == 3
 
 
-async def test_prompts_as_text_and_messages(base: Path) -> None:
+async def test_text_and_messages_become_the_same_tokens(base: Path) -> None:
     engine = await started(base)
     text = await drain(engine.generate(ask(prompt="aé", max_tokens=1)))
     assert text[0].prompt_token_ids == [byte + 3 for byte in "aé".encode()]
@@ -275,7 +277,7 @@ async def test_a_bad_request_names_its_field_and_leaves_no_load(
     assert len(await drain(engine.generate(ask(max_tokens=2)))) == 2
 
 
-async def test_the_longest_request_that_fits(base: Path) -> None:
+async def test_the_longest_request_that_fits_is_completed(base: Path) -> None:
     engine = await started(base, max_model_len="8")
     assert len(await drain(engine.generate(ask(max_tokens=5)))) == 5
 
@@ -308,7 +310,7 @@ async def test_a_request_allows_and_bars_tokens(base: Path) -> None:
     assert stopped[:2] == free[:2]
 
 
-async def test_the_end_of_a_prompt(base: Path) -> None:
+async def test_a_truncated_prompt_is_its_last_tokens(base: Path) -> None:
     engine = await started(base)
     (delta,) = await drain(
         engine.generate(ask(prompt_token_ids=[9, *PROMPT], truncate_prompt_tokens=3, max_tokens=1))
@@ -339,11 +341,21 @@ async def test_a_token_delay_can_be_aborted(base: Path) -> None:
     assert (last.finish_reason, last.token_ids, last.prompt_token_ids) == ("abort", [], PROMPT)
 
 
-async def test_token_delays_pass(base: Path) -> None:
-    engine = await started(base, token_delay_s="0.01")
-    before = asyncio.get_running_loop().time()
-    assert len(await drain(engine.generate(ask(max_tokens=3)))) == 3
-    assert asyncio.get_running_loop().time() - before >= 0.03
+def test_each_token_waits_for_its_delay(base: Path) -> None:
+    """The time is virtual: an hour passes at once, and only if a timer asks for it."""
+    loop = VirtualLoop(random.Random(0))
+    made: list[float] = []
+
+    async def generate() -> None:
+        engine = await started(base, token_delay_s="3600")
+        before = loop.time()
+        async for delta in engine.generate(ask(max_tokens=3)):
+            made.extend(loop.time() - before for _ in delta.token_ids)
+        await engine.close()
+
+    loop.run_until_complete(generate())
+    loop.bury([])
+    assert made == pytest.approx([3600.0, 7200.0, 10800.0])
 
 
 async def test_other_tasks_get_their_turn(base: Path) -> None:
@@ -358,7 +370,7 @@ async def test_other_tasks_get_their_turn(base: Path) -> None:
     assert order == ["x", "y"] * 3
 
 
-async def test_abort_some_and_all(base: Path) -> None:
+async def test_abort_ends_the_named_requests_or_all(base: Path) -> None:
     engine = await started(base)
     streams = {name: engine.generate(ask(name, max_tokens=100)) for name in "abc"}
     for stream in streams.values():

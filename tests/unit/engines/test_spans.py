@@ -44,7 +44,7 @@ def told(*labels: Label) -> list[list[tuple[int | None, int | None, int, int]]]:
     return [*found, shown(log.tell(last=True))]
 
 
-def test_on_the_first_on_each_new_span_and_on_the_last() -> None:
+def test_spans_are_reported_first_at_each_new_span_and_last() -> None:
     assert told(BASE, BASE, NEXT, NEXT, BASE) == [
         [(0, None, 0, 1)],
         [],

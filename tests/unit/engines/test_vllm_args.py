@@ -86,7 +86,7 @@ def test_nodes_have_the_same_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(("device", "on_cpu"), [("auto", True), ("cpu", True), ("cuda", False), ("cuda:0", False)])
-def test_a_device_that_vllm_can_take(device: str, on_cpu: bool) -> None:
+def test_a_device_that_vllm_can_take_is_accepted(device: str, on_cpu: bool) -> None:
     check_device(device, on_cpu)
 
 

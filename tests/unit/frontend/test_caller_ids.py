@@ -5,7 +5,7 @@ from __future__ import annotations
 from frontend.completions.caller_ids import CallerIds
 
 
-def test_requests_by_the_names_that_their_callers_gave_them() -> None:
+def test_requests_are_found_by_the_names_that_their_callers_gave() -> None:
     ids = CallerIds()
     with ids.under(["mine", "made-1"], "made-1"), ids.under(["mine", "other"], "made-2"):
         assert ids.made_of(["mine"]) == ["made-1", "made-2"]

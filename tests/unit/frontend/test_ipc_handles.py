@@ -74,7 +74,7 @@ def copies_of(part: Part) -> list[GpuCopies]:
     return [one for one in part.memories if isinstance(one, GpuCopies)]
 
 
-def test_vllms_handles_of_each_tensor() -> None:
+def test_vllms_handles_give_the_memory_of_each_tensor() -> None:
     (part,) = read(info(each()))
     assert (part.names, part.dtypes, part.shapes) == (["a", "b"], ["bfloat16", "float32"], [[2, 3], [4]])
     assert [one and (one.memory, one.start, one.strides) for one in part.places or ()] == [

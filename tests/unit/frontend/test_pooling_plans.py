@@ -39,7 +39,7 @@ def asked(pooled: PooledPlan) -> list[tuple[Any, str, bool]]:
         ([[5], [6, 7]], [[5], [6, 7]]),
     ],
 )
-def test_forms_of_an_input(given: Any, inputs: list[Any]) -> None:
+def test_an_input_is_a_text_or_tokens_or_a_list_of_them(given: Any, inputs: list[Any]) -> None:
     assert [one for one, _, _ in asked(plan_embeddings({"input": given}, "id", EMBEDDER))] == inputs
     assert [one for one, _, _ in asked(plan_classify({"input": given}, "id", REWARD))] == inputs
 

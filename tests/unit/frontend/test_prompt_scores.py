@@ -55,7 +55,7 @@ def test_the_prompts_own_token_comes_first_and_the_likeliest_follow() -> None:
 
 
 @pytest.mark.parametrize(("tops", "rank"), [([(8, -0.5), (7, -1.0)], 3), ([], None)])
-def test_a_rank_that_the_engine_does_not_know(tops: list[tuple[int, float]], rank: int | None) -> None:
+def test_an_unknown_rank_is_the_least_possible_or_absent(tops: list[tuple[int, float]], rank: int | None) -> None:
     """Next to likeliest tokens it is the least that it can be, because clients sort by it."""
     choice = choice_of(delta_of([PromptPlace(None, tops)] * 2, count=len(tops)))
     _, row, _ = prompt_logprobs(choice) or []

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
+from io import BytesIO
 from typing import Any
 
+import numpy
+import pytest
+
+from frontend.completions.native_bodies import plan_sglang, plan_vllm
+from frontend.completions.native_replies import VllmChunks, sglang_whole, vllm_whole
 from frontend.completions.openai_replies import Chunks, openai_error, whole
 from frontend.completions.reply_choice import Choice
 from frontend.routing.attempts import Accepted
@@ -13,6 +20,7 @@ from rl_plane.protocol.generation import (
     GenerateDelta,
     VersionSpan,
 )
+from rl_plane.protocol.routed_experts import RoutedExperts
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.openai_plans import chat, completion
 
@@ -64,7 +72,7 @@ def test_a_whole_completion_has_its_tokens_logprobs_and_versions() -> None:
     assert whole(plan, [one, other], "m", 5)["nvext"]["completion_token_ids"] == [[1, 2, 3], [4]]
 
 
-def test_a_whole_chat_without_extras() -> None:
+def test_a_whole_chat_has_no_fields_that_were_not_asked_for() -> None:
     reply = whole(chat(), [_choice()], "m", 5)
     (choice,) = reply["choices"]
     assert choice["message"] == {"role": "assistant", "content": "xyz"}
@@ -146,6 +154,41 @@ def test_chat_chunks_begin_with_the_role_and_end_with_the_versions() -> None:
     assert last["choices"][0]["delta"] == {"content": ""}
     assert last["choices"][0]["weight_versions"] == [_span(1, 0, 3).model_dump(exclude_none=True)]
     assert "prompt_token_ids" not in last
+
+
+def test_rows_of_experts_begin_at_the_place_that_the_caller_names() -> None:
+    """The clients of prime-rl name a place with every turn after the first, also where they ask for no experts."""
+    body = {"token_ids": [7, 8, 9], "sampling_params": {"routed_experts_prompt_start": 2}}
+    start = {"input_ids": [7, 8, 9], "routed_experts_start_len": 2}
+    choice, asked = _choice(), {"return_routed_experts": True}
+    choice.routed_experts = RoutedExperts(layers=1, top_k=1, width=1, data=bytes(range(5)))
+
+    def row_of(reply: Any) -> Any:
+        return numpy.load(BytesIO(b64decode(reply["choices"][0]["routed_experts"]))).ravel().tolist()
+
+    vllm = plan_vllm(body | asked, "v")
+    assert row_of(vllm_whole(vllm, [choice], "m", 5)) == [2, 3, 4]
+    last = GenerateDelta(token_ids=[], finish_reason="stop")
+    assert row_of(VllmChunks(vllm, [choice], "m", 5).of(choice, last, 3)) == [2, 3, 4]
+    for plan in (completion, chat):
+        for place, rows in ((2, [2, 3, 4]), (50, [3, 4])):  # a place behind the prompt means its end
+            asks = plan(routed_experts_prompt_start=place, **asked)
+            assert row_of(whole(asks, [choice], "m", 5)) == rows
+            assert row_of(Chunks(asks, [choice], "m", 5).of(choice, last, 3)) == rows
+    reply = sglang_whole(plan_sglang(start | asked, "s"), [choice], "m", 5)
+    assert isinstance(reply, dict)
+    assert b64decode(reply["meta_info"]["routed_experts"]) == numpy.array([2, 3, 4], "<i4").tobytes()
+    choice.routed_experts = None
+    assert vllm_whole(plan_vllm(body, "v"), [choice], "m", 5)["choices"][0]["routed_experts"] is None
+    plan_sglang(start, "s")
+    for make, wrong, field in (
+        (plan_vllm, {**body, "token_ids": [7]}, "sampling_params.routed_experts_prompt_start"),
+        (plan_sglang, {**start, "input_ids": [[7, 8, 9], [7]]}, "routed_experts_start_len"),
+    ):
+        make(wrong, "w")
+        with pytest.raises(InvalidRequest) as caught:
+            make(wrong | asked, "w")
+        assert caught.value.facts["field"] == field
 
 
 def test_openai_clients_find_their_keys() -> None:

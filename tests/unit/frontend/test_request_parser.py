@@ -220,7 +220,7 @@ def outcome(parse: Callable[[dict[str, Any]], Plan], body: dict[str, Any]) -> Pl
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_plan_or_an_error_by_name(route: str) -> None:
+def test_every_body_becomes_a_plan_or_an_error_that_names_its_field(route: str) -> None:
     parse, fields, nested, least = ROUTES[route]
     source, plans, errors = random.Random(route), 0, set()
     for _ in range(TRIES):

@@ -145,7 +145,7 @@ def test_too_little_room_asks_for_more_room_first() -> None:
         (HALF, "cut", True, Finish),
     ],
 )
-def test_weights_that_do_not_meet_the_demands(
+def test_a_choice_waits_fails_or_ends_if_no_weights_meet_its_demands(
     standing: Standing, on_stale: Any, may_wait: bool, expected: Any
 ) -> None:
     demands = Demands(max_lag=0, on_stale=on_stale)

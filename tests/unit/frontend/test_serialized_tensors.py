@@ -55,7 +55,7 @@ def test_the_guard_of_these_tests_sees_what_an_unpickler_does() -> None:
         pickle.loads(pickle.dumps(os.getcwd))  # noqa: S301 - the test's own
 
 
-def test_a_list_of_tensors() -> None:
+def test_a_list_of_tensors_gives_the_memory_of_each() -> None:
     data = listed(
         [("a.weight", cpu_tensor((2, 3), "bfloat16", 12)), ("b", cpu_tensor((), "float32", 4, number=2))]
     )
@@ -91,7 +91,7 @@ def test_a_flattened_bucket_becomes_places_in_one_memory(module: str) -> None:
     assert first.memory == second.memory == NamedMemory(name="torch_7_11_1", nbytes=20)
 
 
-def test_a_tensor_of_each_rank() -> None:
+def test_tensors_of_several_ranks_must_agree() -> None:
     data = of_ranks([("a", [cpu_tensor((2,), "float32", 8), cpu_tensor((2,), "float32", 8, number=2)])])
     ((_, tensor),) = read_shared([data], None).tensors
     assert tensor.memory == NamedMemory(name="torch_7_11_1", nbytes=8)
@@ -178,7 +178,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_tensor_that_can_not_be(what: str) -> None:
+def test_an_impossible_tensor_is_refused(what: str) -> None:
     tensor, words = WRONG[what]
     assert words in refusal(listed([("a", tensor)])).message
 
@@ -213,7 +213,7 @@ def test_a_tensor_that_can_not_be(what: str) -> None:
         (b"\x80\x04\x8c\x01\xff.", None, "UTF-8"),
     ],
 )
-def test_a_pickle_that_is_refused(data: bytes, load_format: str | None, words: str) -> None:
+def test_a_malformed_pickle_is_refused_with_the_reason(data: bytes, load_format: str | None, words: str) -> None:
     assert words in refusal(data, load_format).message
 
 
@@ -291,7 +291,7 @@ def test_a_known_attack_runs_nothing(attack: str) -> None:
     refusal(of_ranks([("a", [ATTACKS[attack]])]))
 
 
-def test_an_attack_after_good_tensors() -> None:
+def test_an_attack_after_good_tensors_is_refused() -> None:
     """The refusal comes at the opcode, so nothing of the tensors before it is used."""
     good = listed([("a", GOOD)])
     for attack in ATTACKS.values():
@@ -312,7 +312,7 @@ def test_a_memo_bomb_is_refused(layer: bytes) -> None:
     refusal(key)  # hashing it would take forever
 
 
-def test_a_list_in_itself() -> None:
+def test_a_list_that_contains_itself_is_refused() -> None:
     refusal(b"\x80\x04]\x94h\x00a.")
     refusal(b"\x80\x04]\x94(h\x00h\x00\x86h\x00h\x00\x86e.")
 

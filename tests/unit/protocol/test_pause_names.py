@@ -39,7 +39,7 @@ def test_a_pause_is_keep_with_or_without_the_cache(
 
 
 @pytest.mark.parametrize(("word", "kv"), [("retract", "recompute"), ("in_place", "keep")])
-def test_so_is_the_pause_of_an_update(word: str, kv: str) -> None:
+def test_the_pause_of_an_update_becomes_keep_and_decides_its_kv(word: str, kv: str) -> None:
     for model in (update_requests.UpdateCall, update_requests.UpdateWeights):
         policy = model.model_validate({**SOURCE, "policy": {"pause_mode": word}}).policy
         assert (policy.pause_mode, policy.kv) == ("keep", kv)

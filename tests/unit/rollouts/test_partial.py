@@ -475,6 +475,18 @@ def broken(error: Exception) -> Call:
     return call
 
 
+def answering(status: int, answer: dict[str, Any]) -> Call:
+    """Returns a call that gets an answer of something before the frontend."""
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return status, answer
+
+    return call
+
+
+OF_A_GATEWAY = {"message": "no healthy upstream", "type": "service_unavailable", "code": 503}
+
+
 async def aborted(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     return 200, reply(body, [], "abort")
 
@@ -504,6 +516,10 @@ async def mistaken(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         (broken(ConnectionResetError("cut")), f"in {TRIES} tries: ConnectionResetError", TRIES),
         (broken(IncompleteRead(b"{")), f"in {TRIES} tries: IncompleteRead", TRIES),
         (broken(json.JSONDecodeError("a proxy's page", "<", 0)), f"in {TRIES} tries: JSONDecodeError", TRIES),
+        (answering(502, {"message": "no upstream"}), f"in {TRIES} tries: status 502", TRIES),
+        (answering(503, {"error": OF_A_GATEWAY}), f"in {TRIES} tries: status 503", TRIES),
+        (answering(504, {"error": "timed out"}), f"in {TRIES} tries: status 504", TRIES),
+        (answering(404, {"detail": "no route"}), "status 404", 1),
         (aborted, f"in {TRIES} tries", TRIES),
         (refused, "no", 1),
         (refusing, "no", 1),

@@ -40,7 +40,7 @@ def part(**more: Any) -> ReceivePart:
         ({"layout": "packed", "bucket_bytes": 1}, ["a", "b", "cd", "e"]),
     ],
 )
-def test_the_broadcasts_of_a_part(layout: dict[str, Any], cut: list[str]) -> None:
+def test_a_part_is_cut_into_broadcasts_by_its_layout(layout: dict[str, Any], cut: list[str]) -> None:
     """The layout `packed` cuts after the tensor that overfills the bucket, as vLLM's producer does."""
     assert ["".join(name for name, _ in one) for one in chunks(part(**layout))] == cut
     assert chunks(part(names=[], dtypes=[], shapes=[], **layout)) == []
@@ -88,13 +88,13 @@ def test_a_part_that_is_longer_than_a_message_is_announced_in_pieces(layout: dic
         ({"timeout_s": MAX_PART_TIMEOUT_S + 1}, "timeout_s"),
     ],
 )
-def test_a_part_that_can_not_be(wrong: dict[str, Any], field: str) -> None:
+def test_an_impossible_part_is_refused_by_its_field(wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         part(**wrong)
     assert refused.value.facts["field"] == field
 
 
-def test_dtypes_as_torch_says_them() -> None:
+def test_dtypes_may_be_written_as_torch_writes_them() -> None:
     names = ["bfloat16", "torch.float32", "BF16", "float8_e4m3fn", "bool"]
     assert [spec.dtype for spec in part(dtypes=names).specs] == ["BF16", "F32", "BF16", "F8_E4M3", "BOOL"]
 

@@ -61,7 +61,7 @@ def tensors(*changes: dict[str, Any]) -> bytes:
     return pickle.dumps([{**known, **more} for known, more in zip((one, two), (*changes, {}, {}), strict=False)])
 
 
-def test_the_messages_of_an_update() -> None:
+def test_each_message_of_an_update_is_read_without_running_it() -> None:
     with forbidden_to_run():
         share = read_handle(handle())
         assert isinstance(share, BufferHandle)
@@ -92,7 +92,7 @@ def test_the_messages_of_an_update() -> None:
         (b"", "protocol 4 or 5"),
     ],
 )
-def test_a_handle_that_is_refused(data: bytes, words: str) -> None:
+def test_a_wrong_handle_is_refused_with_the_reason(data: bytes, words: str) -> None:
     with forbidden_to_run(), pytest.raises(UnreadablePickle, match=words):
         read_handle(data)
 
@@ -115,7 +115,7 @@ def test_a_handle_that_is_refused(data: bytes, words: str) -> None:
         (pickle.dumps(Reduced(RuntimeError, (["x"],))), "an error without a text"),
     ],
 )
-def test_tensors_that_are_refused(data: bytes, words: str) -> None:
+def test_wrong_tensors_are_refused_with_the_reason(data: bytes, words: str) -> None:
     with forbidden_to_run(), pytest.raises(UnreadablePickle, match=words):
         read_tensors(data, ROOM)
 

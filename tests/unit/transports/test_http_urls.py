@@ -25,7 +25,7 @@ ALLOWED = Allowed.of(["https://a.example/weights", "http://10.0.0.5:8080"])
         "http://10.0.0.5:8080/anything",
     ],
 )
-def test_urls_below_a_prefix(url: str) -> None:
+def test_urls_below_an_allowed_prefix_are_accepted(url: str) -> None:
     ALLOWED.check(url, "transport.url")
 
 
@@ -100,7 +100,7 @@ def test_a_wrong_field_of_a_request_is_named_with_a_fix(request_: dict[str, Any]
     assert (caught.value.facts["field"], bool(caught.value.facts["fix"])) == (field, True)
 
 
-def test_the_url_of_a_file() -> None:
+def test_the_url_of_a_file_has_the_query_and_the_shown_url_has_none() -> None:
     source = parse_source({"url": "https://a.example/weights/step_1/?sig=x"}, ALLOWED)
     assert source.url_of("model.safetensors") == "https://a.example/weights/step_1/model.safetensors?sig=x"
     assert source.shown == "https://a.example/weights/step_1/"
@@ -119,7 +119,7 @@ def test_the_url_of_a_file() -> None:
         ("", None),
     ],
 )
-def test_the_end_of_a_signature(query: str, until: float | None) -> None:
+def test_the_end_of_a_signature_is_read_from_its_url(query: str, until: float | None) -> None:
     assert signed_until(f"https://a.example/weights/x?{query}") == until
 
 

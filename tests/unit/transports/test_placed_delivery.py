@@ -100,7 +100,7 @@ def place(memory: int, start: int = 0, strides: list[int] | None = None) -> dict
     return {"memory": memory, "start": start, "strides": strides}
 
 
-def test_tensors_side_by_side_with_gaps_and_empty(make: Make) -> None:
+def test_tensors_are_read_from_their_places_with_any_strides(make: Make) -> None:
     whole = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     first, second = make(whole.numpy().tobytes()), make(bytes(range(8)))
     found = received(
@@ -129,7 +129,7 @@ def test_tensors_side_by_side_with_gaps_and_empty(make: Make) -> None:
     assert (found["other"], found["none"]) == (b"\x04\x05\x06\x07", b"")
 
 
-def test_they_go_where_the_receiver_wants_them(make: Make) -> None:
+def test_tensors_go_where_the_receiver_wants_them(make: Make) -> None:
     into = bytearray(8)
 
     def places(name: str, spec: TensorSpec) -> memoryview | None:
@@ -154,13 +154,13 @@ def test_they_go_where_the_receiver_wants_them(make: Make) -> None:
         ("float32", [2], place(0, 0, [-1])),
     ],
 )
-def test_a_place_that_can_not_be(make: Make, dtype: str, shape: list[int], where: Any) -> None:
+def test_an_impossible_place_is_refused(make: Make, dtype: str, shape: list[int], where: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
         received(part({"a": (dtype, shape, where)}, [make(bytes(8))]))
     assert refused.value.facts["field"] == "places"
 
 
-def test_a_part_without_places(make: Make) -> None:
+def test_a_part_without_places_is_refused(make: Make) -> None:
     with pytest.raises(InvalidRequest, match="by places"):
         received(part({"a": ("uint8", [1], None)}, [], places=None))
     with pytest.raises(InvalidRequest, match="1 names and 0 places"):
@@ -253,7 +253,7 @@ def test_tensors_on_a_gpu_are_opened_once_and_released() -> None:
     assert cuda.held == [], "torch in the trainer may free the memory"
 
 
-def test_a_gpu_that_is_not_here() -> None:
+def test_memory_on_a_gpu_that_is_not_here_is_refused() -> None:
     cuda = HostCuda((GPUS[0],))
     there = shared_on(cuda, GPUS[1], torch.zeros(4))
     tensors = {"a": ("float32", [4], place(0))}
@@ -266,7 +266,7 @@ def test_a_gpu_that_is_not_here() -> None:
         received(part(tensors, [odd]), cuda=cuda)
 
 
-def test_memory_on_a_gpu_that_can_not_be_opened() -> None:
+def test_gpu_memory_that_can_not_be_opened_is_reported_and_released() -> None:
     cuda = HostCuda()
     memory, unused = shared_on(cuda, GPUS[0], torch.zeros(4)), shared_on(cuda, GPUS[1], torch.zeros(4))
     cuda.before["open"] = at_call(0, RuntimeError("CUDA error: invalid resource handle"))

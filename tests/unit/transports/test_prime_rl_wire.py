@@ -68,7 +68,7 @@ def test_a_description_is_read_as_the_trainer_means_it(protocol: int) -> None:
     assert f32[1] == ("model.scale", TensorSpec("F32", ()))
 
 
-def test_a_state_dict_without_tensors() -> None:
+def test_an_empty_state_dict_gives_no_tensors() -> None:
     assert read(pickle.dumps({})) == []
 
 
@@ -117,7 +117,7 @@ def test_anything_else_is_refused_and_not_run(value: Any, words: str) -> None:
         (b"\x80\x04]" + b"]" * MAX_PICKLE_BYTES, "at most"),
     ],
 )
-def test_bytes_that_are_no_description(data: bytes, words: str) -> None:
+def test_bytes_that_are_no_description_are_refused(data: bytes, words: str) -> None:
     assert words in refusal(data)
 
 

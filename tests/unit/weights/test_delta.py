@@ -43,7 +43,7 @@ def test_a_delta_brings_the_new_version_and_again_the_old_one(width: int, elemen
         assert buffer == old
 
 
-def test_long_ways_between_two_changes() -> None:
+def test_a_delta_restores_changes_at_any_distance() -> None:
     part = delta_codec.PART_WORDS * delta_codec.WORD // 2
     reaches = (
         delta_codec.REACH - 1,
@@ -87,7 +87,7 @@ def test_memory_may_begin_anywhere_and_be_read_only() -> None:
         assert buffer == after
 
 
-def test_nothing_has_changed() -> None:
+def test_equal_data_gives_no_delta() -> None:
     assert delta_codec.encode(b"same", b"same", 2) is None
     assert delta_codec.encode(b"", b"", 8) is None
     buffer = bytearray(b"same")

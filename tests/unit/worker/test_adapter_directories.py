@@ -67,7 +67,7 @@ def test_a_directory_of_the_other_kind_is_refused_with_a_fix(transport: Filesyst
     assert set(read(transport.open(request(both), "base"))) == {"c"}
 
 
-def test_an_adapter_that_is_not_whole(transport: FilesystemTransport, root: Path) -> None:
+def test_an_incomplete_adapter_is_refused(transport: FilesystemTransport, root: Path) -> None:
     empty, no_weights, pickled = root / "empty", root / "no-weights", root / "pickled"
     empty.mkdir()
     assert ADAPTER_CONFIG_NAME in adapter_refusal(transport, empty).message
@@ -84,18 +84,22 @@ def test_an_adapter_that_is_not_whole(transport: FilesystemTransport, root: Path
 @pytest.mark.parametrize(
     "raw", [b"", b"[]", b"{", b'{"r": 1, "r": 2}', b'{"r": NaN}', '{"r": 1}'.encode("utf-16"), b"[" * 99_999]
 )
-def test_a_config_that_is_no_json_object(transport: FilesystemTransport, root: Path, raw: bytes) -> None:
+def test_a_config_that_is_no_json_object_is_refused(
+    transport: FilesystemTransport, root: Path, raw: bytes
+) -> None:
     assert ADAPTER_CONFIG_NAME in adapter_refusal(transport, adapter(root / "lora", raw)).message
 
 
-def test_bounds_of_an_adapter(transport: FilesystemTransport, root: Path) -> None:
+def test_a_config_longer_than_its_bound_is_refused(transport: FilesystemTransport, root: Path) -> None:
     config = json.dumps(LORA).encode()
     transport.open(request(adapter(root / "largest", config.ljust(MAX_CONFIG_BYTES))), "lora").close()
     beyond = adapter(root / "beyond", config.ljust(MAX_CONFIG_BYTES + 1))
     assert f"more than {MAX_CONFIG_BYTES} bytes" in adapter_refusal(transport, beyond).message
 
 
-def test_an_adapter_outside_the_roots(transport: FilesystemTransport, root: Path, tmp_path: Path) -> None:
+def test_an_adapter_outside_the_roots_is_refused(
+    transport: FilesystemTransport, root: Path, tmp_path: Path
+) -> None:
     outside = adapter(tmp_path / "outside")
     assert "outside the weight roots" in adapter_refusal(transport, outside, InvalidRequest).message
     for name in (ADAPTER_NAME, ADAPTER_CONFIG_NAME):
@@ -108,7 +112,7 @@ def test_an_adapter_outside_the_roots(transport: FilesystemTransport, root: Path
     adapter_refusal(transport, root / f"to-{ADAPTER_NAME}")
 
 
-def test_a_tensor_with_the_configs_name(transport: FilesystemTransport, root: Path) -> None:
+def test_a_tensor_with_the_configs_name_is_refused(transport: FilesystemTransport, root: Path) -> None:
     path = adapter(root / "lora", tensors={"a": A, ADAPTER_CONFIG_NAME: B})
     assert ADAPTER_CONFIG_NAME in adapter_refusal(transport, path).message
 
@@ -130,7 +134,9 @@ def test_an_adapters_manifest_covers_its_config_too(transport: FilesystemTranspo
     assert "other lengths" in adapter_refusal(transport, path).message
 
 
-def test_a_config_replaced_while_the_adapter_is_opened(transport: FilesystemTransport, root: Path) -> None:
+def test_a_config_replaced_while_the_adapter_is_opened_is_refused(
+    transport: FilesystemTransport, root: Path
+) -> None:
     path = adapter(root / "lora")
 
     def replace(name: str) -> None:

@@ -24,7 +24,7 @@ def test_a_config_asks_for_these_tensors() -> None:
     assert spec["base_model.model.model.1.up.lora_B.weight"] == TensorSpec("BF16", (7, 4))
 
 
-def test_scaling_and_ranks_of_single_modules() -> None:
+def test_patterns_give_single_modules_their_rank_and_scaling() -> None:
     assert parse_lora(CONFIG).scaling_of("model.0.q_proj") == 2.0
     assert parse_lora(CONFIG | {"use_rslora": True}).scaling_of("model.0.q_proj") == 4.0
     patterns = {"rank_pattern": {r"model\.1\..*": 16, "up": 2}, "alpha_pattern": {"1.up": 32, "q": 99}}
@@ -160,7 +160,7 @@ def test_missing_keys_are_refused(missing: str) -> None:
     assert caught.value.facts["field"] == f"adapter_config.{missing}"
 
 
-def test_targets_that_are_not_there_or_no_linear_layers() -> None:
+def test_targets_that_are_absent_or_no_linear_layers_are_refused() -> None:
     with pytest.raises(InvalidWeights, match="no linear layer of this model"):
         target_modules(parse_lora(CONFIG | {"target_modules": ["proj"]}), LINEAR)
     with pytest.raises(InvalidWeights, match=r"'model\.norm', which is no linear layer"):

@@ -65,7 +65,7 @@ async def test_the_first_vital_death_is_reported_once(children: list[subprocess.
     watch.close()
 
 
-async def test_a_process_that_has_ended_before_the_watch(children: list[subprocess.Popen[bytes]]) -> None:
+async def test_a_process_that_ended_before_the_watch_is_reported(children: list[subprocess.Popen[bytes]]) -> None:
     children[0].kill()
     children[0].wait()
     deaths: asyncio.Queue[int] = asyncio.Queue()
@@ -280,7 +280,7 @@ class ClosedByOwner(SpawnProcess):
         self.close()
 
 
-def test_a_process_that_is_closed_during_the_check() -> None:
+def test_a_process_closed_during_the_check_is_not_reported() -> None:
     helper = ClosedByOwner(target=time.sleep, args=(0,), daemon=True)
     helper.start()
     assert killed([helper], BOUND_S) is None

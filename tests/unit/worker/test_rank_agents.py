@@ -126,7 +126,7 @@ def test_the_first_error_cancels_the_other_ranks(serve: Serve) -> None:
     assert seen.is_set()
 
 
-def test_an_agent_that_breaks_off_or_is_not_there(serve: Serve, directory: Path) -> None:
+def test_a_call_fails_if_its_agent_breaks_off_or_is_absent(serve: Serve, directory: Path) -> None:
     client = serve(0, {"big": lambda *_: "x" * 100, "bug": lambda *_: 1 / 0})
     with pytest.raises(EngineFailed, match="ZeroDivisionError"):
         client.ask("bug")

@@ -116,7 +116,7 @@ def test_other_dtypes_fit_only_with_cast() -> None:
 
 @pytest.mark.parametrize("cast", [True, False])
 @pytest.mark.parametrize("other", ["I64", "U8", "BOOL", "F8_E4M3", "F8_E5M2"])
-def test_dtypes_that_cast_does_not_convert(cast: bool, other: str) -> None:
+def test_dtypes_that_cast_does_not_convert_are_refused(cast: bool, other: str) -> None:
     spec = TensorSpec(other, (2, 3))
     for wanted, offered in ((F32, spec), (spec, F32)):
         with pytest.raises(InvalidWeights) as caught:
@@ -229,7 +229,7 @@ def test_a_digest_that_comes_last_is_compared_or_refused() -> None:
     assert caught.value.facts["fix"] == "name it before the weights come: digest_algorithm blake3"
 
 
-def test_stated_digests_that_are_right() -> None:
+def test_right_stated_digests_are_accepted() -> None:
     delivery = two()
     delivery.digest = delivery.true_digest()
     delivery.tensor_digests = {"a": hexed(b"aaaa"), "b": hexed(b"bb")}
@@ -258,7 +258,7 @@ def test_stated_digests_that_are_right() -> None:
         (lambda d: setattr(d, "tensor_digests", {"a": hexed(b"aaaa"), "b": hexed(b"bb", "blake3")}), "of two"),
     ],
 )
-def test_a_delivery_that_lies(lie: Callable[[Memory], None], message: str) -> None:
+def test_a_delivery_that_lies_is_refused_and_closed(lie: Callable[[Memory], None], message: str) -> None:
     delivery = two()
     engine = Engine(delivery)
     lie(delivery)
@@ -333,7 +333,7 @@ def test_wrong_specs_cost_no_byte() -> None:
     assert (delivery.taken, delivery.closed) == (0, 1)
 
 
-def test_an_engine_that_counts_instead_of_asking_for_the_end() -> None:
+def test_the_digest_is_checked_if_the_engine_stops_at_the_last_tensor() -> None:
     def counting(stream: TensorStream) -> None:
         items = iter(stream)
         next(items), next(items)
@@ -346,14 +346,14 @@ def test_an_engine_that_counts_instead_of_asking_for_the_end() -> None:
     assert delivery.closed == 1
 
 
-def test_an_engine_that_stops_early() -> None:
+def test_an_engine_that_stops_early_has_failed() -> None:
     delivery = two()
     with pytest.raises(EngineFailed, match="0 of 2"):
         run(Engine(delivery, lambda stream: None), delivery)
     assert delivery.closed == 1
 
 
-def test_an_engine_that_swallows_the_error() -> None:
+def test_an_engine_that_swallows_the_error_has_failed() -> None:
     def swallow(stream: TensorStream) -> None:
         with pytest.raises(InvalidWeights):
             list(stream)
@@ -393,7 +393,7 @@ def test_a_cancelled_receipt_closes_its_delivery() -> None:
     assert delivery.closed == 1
 
 
-async def test_from_files_into_an_engine(tmp_path: Path) -> None:
+async def test_files_are_staged_in_an_engine_with_their_digest(tmp_path: Path) -> None:
     base, new = make_fake_model(tmp_path / "base", 1), make_fake_model(tmp_path / "new", 2)
     manifest = write_manifest(new)
     engine = FakeEngine(EngineOptions(base))
@@ -415,7 +415,7 @@ async def test_from_files_into_an_engine(tmp_path: Path) -> None:
     await engine.close()
 
 
-async def test_bytes_that_are_not_the_manifests(tmp_path: Path) -> None:
+async def test_bytes_that_are_not_the_manifests_are_refused(tmp_path: Path) -> None:
     """Names, shapes and lengths are equal, so only the digest differs."""
     base, new = make_fake_model(tmp_path / "base", 1), make_fake_model(tmp_path / "new", 2)
     write_manifest(new)

@@ -90,14 +90,14 @@ def test_an_adapter_that_does_not_fit_is_not_read() -> None:
         assert (refused.taken, refused.closed) == (0, 1)
 
 
-def test_an_adapter_engine_that_does_not_read_all() -> None:
+def test_an_engine_that_does_not_read_a_whole_adapter_has_failed() -> None:
     delivery = adapter_of_two()
     with pytest.raises(EngineFailed, match="took 1 of 2"):
         run_adapter(Engine(delivery, take=lambda tensors: next(iter(tensors))), delivery)
     assert delivery.closed == 1
 
 
-async def test_an_adapter_from_files(tmp_path: Path) -> None:
+async def test_an_adapter_from_files_is_staged_with_its_digest(tmp_path: Path) -> None:
     base = make_fake_model(tmp_path / "base", 1)
     path = make_fake_adapter(tmp_path / "adapter", 1, base)
     engine = FakeEngine(EngineOptions(base))
@@ -148,7 +148,7 @@ def test_weights_that_are_known_to_be_wrong_do_not_touch_the_engine() -> None:
         assert (engine.begun, delivery.taken, delivery.closed) == (False, 0, 1)
 
 
-def test_a_digest_that_turns_out_wrong_at_the_end() -> None:
+def test_a_digest_found_wrong_at_the_end_fails_the_overwrite() -> None:
     delivery = two()
     engine = Engine(delivery)
     with pytest.raises(InvalidWeights, match="the bytes make"):
@@ -167,7 +167,7 @@ def test_a_stated_tensor_is_checked_before_it_is_written() -> None:
     assert delivery.closed == 1
 
 
-def test_an_overwriting_engine_that_does_not_read_all() -> None:
+def test_an_engine_that_overwrites_only_a_part_has_failed() -> None:
     delivery = two()
     with pytest.raises(EngineFailed, match="took 1 of 2"):
         write(Engine(delivery, take=lambda tensors: next(iter(tensors))), delivery)

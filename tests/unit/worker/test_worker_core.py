@@ -175,7 +175,7 @@ def test_only_a_worker_that_prepared_the_update_keeps_kv() -> None:
     assert core.commit_step(keeping) == Swap("heal-1", None, R1.version, "keep", keep_kv=False)
 
 
-def test_the_answers_to_a_commit() -> None:
+def test_a_commit_swaps_only_the_weights_that_were_staged_for_it() -> None:
     core = serving()
     with pytest.raises(Conflict, match="another update was committed since"):
         core.commit_step(R1)  # the commit carries its own record, so another record counts
@@ -359,6 +359,6 @@ def test_a_decided_update_is_not_aborted() -> None:
     core.check_undecided("another")
 
 
-def test_the_words_of_an_error() -> None:
+def test_why_names_the_class_of_foreign_errors_only() -> None:
     assert why(Conflict("so")) == "so"
     assert why(ValueError("so")) == "ValueError: so"
