@@ -493,6 +493,18 @@ def test_a_known_field_that_is_not_served_is_a_501(
     assert caught.value.facts["fix"]
 
 
+@pytest.mark.parametrize("plan", [completion, chat])
+def test_the_fields_of_extra_body_are_the_bodys_own(plan: Callable[..., Plan]) -> None:
+    """verifiers' EvalClient sends prime-rl's as it is."""
+    (request,) = plan(temperature=0.5, extra_body={"cache_salt": "0", "top_k": 5, "temperature": 1}).requests
+    assert (request.cache_salt, request.top_k, request.temperature) == ("0", 5, 0.5)
+    assert plan(extra_body=None) == plan()
+    for wrong, field in (({"unheard_of": 1}, "unheard_of"), ({"extra_body": {}}, "extra_body"), (5, "extra_body")):
+        with pytest.raises(InvalidRequest) as caught:
+            plan(extra_body=wrong)
+        assert caught.value.facts["field"] == field
+
+
 def rollout(**sampling: Any) -> dict[str, Any]:
     """The body of verifiers' TrainClient for prime-rl, whose `extra_body` it unpacks into `sampling_params`."""
     theirs = {
