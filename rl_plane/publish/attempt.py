@@ -118,7 +118,7 @@ class Attempt:
             self._publication.pause_reading()
             if taken.owned is not None and self._make_lead is not None:
                 self._lead = self._make_lead()
-                taken = self._lead.begin(taken)
+                taken = self._lead.begin(taken, self._publication.number)
             if late is not None:
                 raise late
             if not taken.specs:
@@ -273,6 +273,8 @@ class Attempt:
     def _tell_ranks(self, error: BaseException | None) -> None:
         if self._lead is not None:
             self._lead.end(error, committed=error is None or self.committed, keeps_copy=self._keeps_copy())
+        else:
+            self._publication.tell_ranks(error)
 
     def _keeps_copy(self) -> bool:
         """True if the publisher has a copy of this version, for the next delta."""

@@ -79,8 +79,8 @@ class Publication:
     def result(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Blocks until the version is committed. Returns the update's reply.
 
-        The reply has `version`, `workers`, `excluded` and `phases`. On ranks other than 0 the reply is empty, and comes
-        once the rank has done its part.
+        The reply has `version`, `workers`, `excluded` and `phases`. On ranks other than 0 the reply is empty. It comes
+        with the outcome on rank 0 if the ranks gather the weights, and else at once.
 
         Args:
             timeout_s: seconds; None waits without a bound.
@@ -120,6 +120,10 @@ class RunningPublication(Publication):
         super().__init__(version)
         self.policy: Mapping[str, Any] = {}
         """The part of the update's policy that holds for this version alone."""
+        self.number = 0
+        """The version's number, which all ranks of the trainer count."""
+        self.tell_ranks: Callable[[BaseException | None], object] = lambda error: None
+        """Tells the other ranks the outcome of a version that rank 0 sends alone."""
         self._report = progress
         self._start = time.monotonic()
         self._lock = threading.Lock()

@@ -38,7 +38,7 @@ from rl_plane.publish.publication import Progress, Publication, RunningPublicati
 from rl_plane.publish.publish_options import PUBLISH_LIMITS, Encoding, PublishOptions, absolute_root
 from rl_plane.publish.ranks.following import Follower
 from rl_plane.publish.ranks.lead import Lead
-from rl_plane.publish.ranks.meeting import MeetingPoint
+from rl_plane.publish.ranks.meeting import MeetingPoint, is_rank_of_torch
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Names, drain
 from rl_plane.publish.sources.source_choice import as_source
@@ -201,6 +201,8 @@ class WeightPublisher:
         """Directs the other ranks. None on any rank but 0, and before the ranks have published together."""
         self._follower: Follower | None = None
         """Does on this rank what rank 0 directs. None on rank 0, and before the ranks have published together."""
+        self._number = 0
+        """The number of the last version. Every rank counts the calls of `publish`."""
         self._plan: SendPlan | None = None
         self.rank = _rank() if rank is None else rank
         if self.rank == 0:
@@ -266,18 +268,25 @@ class WeightPublisher:
         """`lends`: the caller leaves the tensors alone until the publication ends. `unless_digest`: a version of this
         digest is not sent."""
         publication = RunningPublication(version, self._progress if self.rank == 0 else None)
+        self._number += 1
+        publication.number = self._number
         publication.policy = self._canary.policy(version, self.rank)
+        told = self._source.collective and is_rank_of_torch(self.rank)
         if self.rank != 0:
-            self._follow(publication, wait)
+            self._follow(publication, wait, told)
             return publication
         assert self._plan is not None
+        if told:
+            publication.tell_ranks = self._make_lead().teller(publication.number)
         blocks = wait or self._source.collective
         if blocks and self._runs_in_fleets_loop():
-            raise InvalidRequest(
+            blocked = InvalidRequest(
                 "the fleet's client runs in this event loop, which publish would block",
                 field="wait",
                 fix="await publisher.publish_async(…)",
             )
+            publication.tell_ranks(blocked)
+            raise blocked
         if self._options.mode == "partial":
             unless_digest = None  # the digests of the first version have to be known in any case
         previous, self._previous = self._previous, publication
@@ -414,8 +423,14 @@ class WeightPublisher:
             self._lead = Lead(MeetingPoint(self._options.transport_options), self._options)
         return self._lead
 
-    def _follow(self, publication: RunningPublication, wait: bool) -> None:
-        """The part of a rank other than 0."""
+    def _make_follower(self) -> Follower:
+        if self._follower is None:
+            meeting = MeetingPoint(self._options.transport_options)
+            self._follower = Follower(meeting, self._options, self.make_sender, self._copy)
+        return self._follower
+
+    def _follow(self, publication: RunningPublication, wait: bool, told: bool) -> None:
+        """The part of a rank other than 0. `told`: rank 0 tells the outcome of a version that it sends alone."""
         if not self._source.collective:
             publication.end()
             return
@@ -427,19 +442,19 @@ class WeightPublisher:
             partial_version = self._options.trainable_only and agree(False)
             taken = taken_of(self._source, partial_version)
             # Rank 0 sends all, and this rank only gathers.
-            if taken.owned is None or self._options.mode == "partial":
+            only_gathers = taken.owned is None or self._options.mode == "partial"
+            if only_gathers and not told:
                 try:
                     drain(taken.tensors)
                 finally:
                     taken.close()
                 publication.end()
                 return
-            if self._follower is None:
-                self._follower = Follower(
-                    MeetingPoint(self._options.transport_options), self._options, self.make_sender, self._copy
-                )
-            following = self._follower.begin(publication, taken)
-            following.read()
+            following = self._make_follower().begin(publication, taken)
+            if only_gathers:
+                following.gather()
+            else:
+                following.read()
             if wait:
                 following.end()
                 publication.result()

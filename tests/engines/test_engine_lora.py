@@ -109,6 +109,20 @@ async def test_an_adapter_of_a_part_of_a_fused_layer_is_applied(
     assert not is_of(result, models.tiny[1])
 
 
+async def test_an_adapter_keeps_its_weights_when_another_one_of_its_size_comes(
+    engine: OffersMemory, models: Models, scratch: Path
+) -> None:
+    """The host agent uses the memory in which the first one came for the second one. An engine may copy an adapter to
+    where it computes only when a request wants it."""
+    await update(engine, models.tiny[1], 1)
+    paths = {name: make_tiny_adapter(models.tiny[1], scratch / name, seed) for seed, name in enumerate("xy", 3)}
+    for name, path in paths.items():
+        await load_adapter(engine, name, path)
+    for name, path in paths.items():
+        result = await run(engine, ask(prompt_of(1, 12), adapter=name, logprobs=True))
+        assert is_of(result, models.tiny[1], path), name
+
+
 async def test_only_the_ranks_of_adapted_modules_count(
     engine: OffersMemory, models: Models, scratch: Path
 ) -> None:

@@ -1,6 +1,6 @@
 """A rank of a trainer whose rank 0 fails at the second version, after its first bucket is sent.
 
-As tests/support/publishing_ranks.py; a way is a transport.
+As tests/support/publishing_ranks.py; a way is a transport, or TRANSPORT:ENCODING.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Failing(Rank):
                 made: Sender = sender
                 return made
 
-        return Publisher(self.model, url, transport=way, **how)
+        transport, _, encoding = way.partition(":")
+        return Publisher(self.model, url, transport=transport, encoding=encoding or "auto", **how)  # type: ignore[arg-type]
 
     def begins(self, number: int) -> None:
         self.fails = number == 2 and dist.get_rank() == 0

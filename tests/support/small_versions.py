@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -43,6 +43,14 @@ def same(tensors: Mapping[str, HostTensor], version: Tensors) -> bool:
     }
 
 
+class RoadDelivery(PackedDelivery):
+    on_close: Callable[[], None]
+
+    def close(self) -> None:
+        self.on_close()
+        super().close()
+
+
 class Road(WeightTransport):
     """A WeightTransport: what is put under a path comes."""
 
@@ -53,6 +61,7 @@ class Road(WeightTransport):
         """Deliveries say the digests of what comes."""
         self.there: dict[str, Tensors] = {}
         self.opened: list[str] = []
+        self.closed: list[str] = []
 
     def put(self, path: str, tensors: Tensors) -> str:
         """The digest."""
@@ -82,7 +91,8 @@ class Road(WeightTransport):
     def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> Delivery:
         self.opened.append(request["path"])
         manifest, data = self._packed(request["path"])
-        delivery = PackedDelivery(manifest, iter(data), refetchable=True)
+        delivery = RoadDelivery(manifest, iter(data), refetchable=True)
+        delivery.on_close = lambda: self.closed.append(request["path"])
         if not self.states_digests:
             delivery.digest = delivery.tensor_digests = None
         return delivery

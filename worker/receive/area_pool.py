@@ -25,7 +25,7 @@ class AreaPool:
     @property
     def spare_bytes(self) -> int:
         """The memory that waits for its next use, in bytes."""
-        return 0 if self._spare is None else self._spare.nbytes
+        return 0 if self._spare is None else self._spare.resident_bytes
 
     def make(self, specs: Mapping[str, TensorSpec]) -> StagingArea:
         spare, self._spare = self._spare, None

@@ -8,7 +8,7 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,6 +21,9 @@ ALIGN_BYTES = 64
 
 MADV_POPULATE_READ = 22
 """Linux 5.14 and later: puts all pages into the map at once, before an engine stops to read them."""
+
+STAT_BLOCK_BYTES = 512
+"""The unit of `st_blocks`, whatever the file system."""
 
 Layout = Sequence[tuple[str, str, Sequence[int], int]]
 """`(name, dtype, shape, offset)` of each tensor, as plain values: another process finds the tensors by it."""
@@ -111,6 +114,14 @@ class StagingArea:
         return [(name, spec.dtype, spec.shape, self._rooms[name].offset) for name, spec in self._specs.items()]
 
     @property
+    def resident_bytes(self) -> int:
+        """The memory that `close` gives back, in bytes. It is less than `nbytes` if tensors are smaller than their
+        places."""
+        if self._descriptor is None:
+            return sum(map(room_bytes, self._specs.values()))
+        return os.fstat(self._descriptor).st_blocks * STAT_BLOCK_BYTES
+
+    @property
     def descriptor(self) -> int:
         """The descriptor of shared memory. ValueError after `close`, and for memory that is not shared."""
         if self._descriptor is None:
@@ -145,7 +156,8 @@ class MappedArea:
         nbytes = os.fstat(descriptor).st_size
         mapped = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         with contextlib.suppress(OSError):  # an older kernel finds each page when it is read
-            mapped.madvise(MADV_POPULATE_READ)
+            for start, end in _pages(layout):
+                mapped.madvise(MADV_POPULATE_READ, start, end - start)
         memory = _whole(mapped, nbytes)
         self._map = weakref.ref(memory.obj)
         self.tensors: dict[str, HostTensor] = {}
@@ -157,6 +169,24 @@ class MappedArea:
         """Drops the tensors. Returns whether nothing else in this process refers to the memory."""
         self.tensors = {}
         return self._map() is None
+
+
+def _pages(layout: Layout) -> Iterator[tuple[int, int]]:
+    """Yields the ranges of whole pages that hold the tensors. A page that holds none would get memory by being put into
+    a map."""
+    start = end = 0
+    for _, dtype, shape, offset in sorted(layout, key=lambda row: row[3]):
+        nbytes = TensorSpec(dtype, tuple(shape)).nbytes
+        if not nbytes:
+            continue
+        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        if first > end:
+            if end:
+                yield start, end
+            start = first
+        end = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    if end:
+        yield start, end
 
 
 def _sealed_memory(nbytes: int) -> int:

@@ -156,30 +156,36 @@ class Receiver:
         offered it, because the engine may not have loaded that adapter yet.
 
         An offer ends when the copy does."""
-        ended: list[KeptAdapter] = []
+        transport = self._offers()
+        if transport is None:
+            return []
+        self._drop_adapters(adapters)  # before an offer, which may fail each time
         with self._offering:
-            transport = self._offers()
-            if transport is None:
-                return []
             if self._kept is not None and self._place is None:
                 place = dict(transport.offer(self._kept.tensors))
                 self._place = {"digest": self._kept.digest, "transport": place}
             found = [] if self._place is None else [self._place]
             for digest, copy in list(self._adapters.items()):
-                with self._taking:
-                    is_last = digest == self._last_adapter
-                    if is_last and digest in adapters:
-                        self._last_adapter = None  # it has come into the engine
-                    elif not is_last and digest not in adapters:
-                        ended.append(self._adapters.pop(digest))
                 if digest in adapters:
                     copy.place = copy.place or transport.offer(copy.area.tensors(), copy.config)
                     found.append({"digest": digest, "transport": dict(copy.place)})
+        return found
+
+    def _drop_adapters(self, loaded: Collection[str]) -> None:
+        """Drops the copies of adapters that the engine has not loaded any more. `loaded`: the digests of the others."""
+        ended: list[KeptAdapter] = []
+        with self._offering:
+            for digest in list(self._adapters):
+                with self._taking:
+                    is_last = digest == self._last_adapter
+                    if is_last and digest in loaded:
+                        self._last_adapter = None  # it has come into the engine
+                    elif not is_last and digest not in loaded:
+                        ended.append(self._adapters.pop(digest))
         for copy in ended:  # without the lock, for which a swap may wait: a peer may need a second to leave
             if copy.place is not None:
                 self._withdraw(copy.place)
             copy.area.close()
-        return found
 
     def _offers(self) -> OfferingTransport | None:
         """The transport by which other workers fetch what this process keeps. None: there is none."""
@@ -393,7 +399,7 @@ class Receiver:
 
     def _spare_bytes(self) -> int:
         """The memory that base weights take over from earlier ones."""
-        return self._pool.spare_bytes + (0 if self._kept is None else self._kept.area.nbytes)
+        return self._pool.spare_bytes + (0 if self._kept is None else self._kept.area.resident_bytes)
 
     # ---- deltas and partial versions ----
 
@@ -479,6 +485,7 @@ class Receiver:
             return kept, {}
         if kept is not None and kept.digest_with(digests_of(changes)) == request.digest:
             return kept, changes
+        del kept  # the full version that may be fetched needs its memory
         return self._at_base(request, base, cancelled), changes
 
     def _blame(self, known: KeptCopy | None, cancelled: Cancelled) -> None:
@@ -499,7 +506,9 @@ class Receiver:
         if not links:
             assert kept is not None
             return kept
-        self.kept = None  # memory has room for one copy, and a copy that is half changed is of no version
+        if kept is None:
+            self._drop_copy()  # memory has room for one copy
+        self.kept = None  # a copy that is half changed is of no version
         for link in links:
             try:
                 kept = self._follow(kept, link, cancelled)
@@ -520,12 +529,15 @@ class Receiver:
         assert link.transport is not None, "the worker has filled in its own model"
         delivery = self._open(link.transport, "base")
         self.received.expect(_nbytes(delivery))
-        if kept is not None:
-            try:
+        try:
+            if kept is not None:
                 self._check_specs(link.encoding, delivery)
-            except BaseException:
-                delivery.close()
-                raise
+            else:
+                check_room(_nbytes(delivery), self._spare_bytes(), self._memory_files)
+        except BaseException:
+            delivery.close()
+            raise
+        if kept is not None:
             algorithm = algorithm_of(link.digest)
             specs = self.holder.weight_spec()
             changes = taken_changes(delivery, link.encoding, specs, algorithm, cancelled, self.received)

@@ -35,7 +35,6 @@ class Follower:
         self.meeting = meeting
         self.options = options
         self.group: GatherGroup | None = None
-        self.version = 0
         self._make_sender = make_sender
         self._link: FollowingRankLink | None = None
         self._senders: dict[int, SharingSender] = {}
@@ -51,7 +50,6 @@ class Follower:
 
     def begin(self, publication: RunningPublication, taken: Taken) -> Following:
         """Begins the next version."""
-        self.version += 1
         return Following(self, publication, taken)
 
     def sender(self, number: int, backend: str, workers: list[Mapping[str, Any]]) -> SharingSender:
@@ -110,13 +108,14 @@ class Follower:
 
 
 class Following:
-    """One version on a rank other than 0: `read` gathers and packs, `end` waits for the outcome."""
+    """One version on a rank other than 0: `read` gathers and packs, or `gather` only gathers. `end` waits for the
+    outcome."""
 
     def __init__(self, follower: Follower, publication: RunningPublication, taken: Taken) -> None:
         self._follower = follower
         self._publication = publication
         self._taken = taken
-        self._version = follower.version
+        self._version = publication.number
         self._sender: SharingSender | None = None
         self._manifest: Manifest | None = None
         """This rank's share; None if it owns nothing, or if rank 0 sends all."""
@@ -144,6 +143,22 @@ class Following:
             if not isinstance(error, Exception):  # Ctrl-C on this rank: the others must not wait for it
                 self._follower.link.reply(self._version, BEGIN, error=error, broken=True)
                 self._close_sender()
+                self._publication.end(error=error)
+                raise
+        finally:
+            self._taken.close()
+            self._publication.finish_reading()
+
+    def gather(self) -> None:
+        """Gathers with the other ranks for rank 0, which sends all. Raises only Ctrl-C: `end` reports the error."""
+        try:
+            try:
+                self._follower.link.interrupt = self._interrupt
+            finally:  # the other ranks gather in any case
+                drain(self._taken.tensors)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
                 self._publication.end(error=error)
                 raise
         finally:

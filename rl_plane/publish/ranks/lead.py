@@ -22,7 +22,8 @@ from rl_plane.weights.manifest import Manifest, PackedBucket
 
 
 class Lead:
-    """Directs the other ranks: one version at a time, from `begin` to `end`."""
+    """Directs the other ranks: one version at a time, from `begin` to `end`. If rank 0 sends a version alone, it only
+    tells them the outcome."""
 
     def __init__(self, meeting: MeetingPoint, options: PublishOptions) -> None:
         self.owners: Mapping[str, int] | None = None
@@ -56,13 +57,25 @@ class Lead:
             self._meeting.announce(self._link.address, self._link.secret)
         return self._link
 
-    def begin(self, taken: Taken) -> Taken:
-        """Waits until each rank has begun this version, and checks that all have the same tensors.
+    def teller(self, number: int) -> Callable[[BaseException | None], None]:
+        """Returns what tells each rank the outcome of the version with this number, if rank 0 sends it alone. The other
+        ranks find this one from now on, and nothing waits for them."""
+        link = self.link
+
+        def tell(error: BaseException | None) -> None:
+            body = _outcome(error, sender=None, committed=error is None, keeps_copy=False)
+            for rank in range(1, link.ranks):
+                link.tell(rank, {"version": number, "call": next(self._numbers), "op": "end", "body": body})
+
+        return tell
+
+    def begin(self, taken: Taken, number: int) -> Taken:
+        """Waits until each rank has begun the version with this number, and checks that all have the same tensors.
 
         Returns the version with tensors that are gathered at their owners: at rank 0, unless a sender of `shared` is
         open by then.
         """
-        self._version += 1
+        self._version = number
         self.owners, self.reading, self._taken, self._used = None, False, taken, None
         self.filled_by, self._into = "read", {}
         begun = self.link.replies(self._version, BEGIN)
@@ -225,15 +238,7 @@ class Lead:
         sender = self._used if error is None else None
         if error is None:  # workers heal from the last sender alone
             self._senders = {number: one for number, one in self._senders.items() if number == sender}
-        self.tell_all(
-            "end",
-            {
-                "error": None if error is None else wire_of(error, "rank 0: "),
-                "sender": sender,
-                "committed": committed,
-                "keeps_copy": keeps_copy,
-            },
-        )
+        self.tell_all("end", _outcome(error, sender, committed, keeps_copy))
 
     def _drop_group(self) -> None:
         group, self._group = self._group, None
@@ -244,6 +249,16 @@ class Lead:
         self._drop_group()
         if self._link is not None:
             self._link.close()
+
+
+def _outcome(error: BaseException | None, sender: int | None, committed: bool, keeps_copy: bool) -> dict[str, Any]:
+    """The body of `end`. `sender`: the number of the sender from which workers heal now."""
+    return {
+        "error": None if error is None else wire_of(error, "rank 0: "),
+        "sender": sender,
+        "committed": committed,
+        "keeps_copy": keeps_copy,
+    }
 
 
 class SharedSender(KeepingSender):

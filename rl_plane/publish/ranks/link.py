@@ -86,6 +86,8 @@ class Line:
                 elif step != self.step:
                     self.step, self.moved_at = step, self.heard_at
         self.end()
+        with self._sending:  # a thread that sends has the descriptor
+            self._connection.close()
         self._heard(self, {})
 
     def end(self) -> None:
@@ -134,6 +136,8 @@ class LeadLink:
         not_for_children.add(self._listener)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._lines: dict[int, Line] = {}
+        self._unheard: dict[int, dict[str, Any]] = {}
+        """The last command for each rank that has not connected yet."""
         self._messages: dict[int, deque[dict[str, Any]]] = {rank: deque() for rank in range(1, ranks)}
         self._changed = threading.Condition()
         self._beats = _Beats(lambda: list(self._lines.values()), lambda: self.step)
@@ -155,8 +159,11 @@ class LeadLink:
                     connection.close()
                     continue
                 with self._changed:
-                    self._lines[rank] = Line(connection, f"rank {rank}", self._heard_from(rank))
+                    line = self._lines[rank] = Line(connection, f"rank {rank}", self._heard_from(rank))
+                    unheard = self._unheard.pop(rank, None)
                     self._changed.notify_all()
+                if unheard is not None:
+                    line.send(unheard)
 
     def _heard_from(self, rank: int) -> Callable[[Line, dict[str, Any]], None]:
         def heard(line: Line, message: dict[str, Any]) -> None:
@@ -168,8 +175,12 @@ class LeadLink:
         return heard
 
     def tell(self, rank: int, command: dict[str, Any]) -> None:
-        """Sends a command to a rank. May be called from any thread."""
-        line = self._lines.get(rank)
+        """Sends a command to a rank. If the rank has not connected yet, it gets the last command when it connects. May
+        be called from any thread."""
+        with self._changed:
+            line = self._lines.get(rank)
+            if line is None:
+                self._unheard[rank] = command
         if line is not None:
             line.send(command)
 

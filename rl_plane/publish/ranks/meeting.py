@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from hashlib import blake2b
@@ -17,6 +18,15 @@ from rl_plane.publish.sources.base import Taken
 
 _numbers = itertools.count()
 """Every rank makes its publishers in the same order."""
+
+
+def is_rank_of_torch(rank: int) -> bool:
+    """True if torch.distributed runs with several ranks, and knows this one by the same number. Ranks that do not
+    can't find each other."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    return bool(torch.distributed.get_world_size() > 1 and torch.distributed.get_rank() == rank)
 
 
 class MeetingPoint:

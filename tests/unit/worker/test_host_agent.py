@@ -214,6 +214,34 @@ def test_adapters_of_a_source_that_may_end_are_offered_while_they_are_loaded(
     assert host.offer([*digests, of_files]) == [two], "files stay where they are"
 
 
+@pytest.mark.engines("nixl")
+def test_the_copy_of_an_adapter_ends_although_the_next_one_can_not_be_offered(one_host: OneHost) -> None:
+    from rl_plane.transports.nixl.receiver import NixlTransport
+
+    class Broken(NixlTransport):
+        def offer(self, *_: Any) -> Any:
+            raise EngineFailed("no memory can be registered")
+
+    host, receiver, source = one_host.host, one_host.agent.receiver, NixlTransport(TransportContext())
+    works, receiver.transports = receiver.transports, {"nixl": Broken(TransportContext())}
+    areas, digests = [], []
+    for name in ("s", "t"):
+        tensors = {"LORA.a": HostTensor(TensorSpec("U8", (4,)), memoryview(bytearray(name.encode() * 4)))}
+        place = dict(source.offer(tensors, b'{"peft_type": "LORA"}'))
+        host.open(*named_request(name, place, kind="lora"))
+        digests.append(host.receive(name, never)["digest"])
+        areas.append(receiver.staged_area(name)[1])
+        source.withdraw(place)
+        host.take(name)
+        host.loaded(name)
+    with pytest.raises(EngineFailed, match="registered"):
+        host.offer(digests[1:])
+    with pytest.raises(ValueError, match="no descriptor"):
+        _ = areas[0].descriptor
+    receiver.transports = works
+    assert [place["digest"] for place in host.offer(digests[1:])] == digests[1:]
+
+
 def test_an_adapter_is_checked_by_a_rank_and_staged_once(one_host: OneHost, tmp_path: Path) -> None:
     path = tmp_path / "adapter"
     path.mkdir()

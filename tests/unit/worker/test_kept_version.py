@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,7 @@ from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
 from tests.support.receive_requests import NamedRequest, named_request
 from tests.support.small_versions import Road, Tensors, raw, same, spec_of, step, weights
 from worker.engines.common.torch_weights import StagedTensors, host_copies
+from worker.receive.host_room import MemoryFiles
 from worker.receive.weight_holder import Staged, TensorStream
 from worker.receive.weight_receiver import Receiver
 from worker.reconcile.staged_updates import WeightUpdates
@@ -62,10 +65,10 @@ class Holder:
 class Worker:
     """A Receiver with a transport and a holder."""
 
-    def __init__(self, tied: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, tied: Mapping[str, str] = MappingProxyType({}), **more: Any) -> None:
         self.road = Road()
         spec = {name: spec_of(tensor) for name, tensor in weights().items()}
-        self.receiver = Receiver(Holder(spec, tied), {"road": self.road})
+        self.receiver = Receiver(Holder(spec, tied), {"road": self.road}, **more)
 
     def reception(self, path: str, **more: Any) -> NamedRequest:
         return named_request(path, **{"transport": {"backend": "road", "path": path}, "keep": True, **more})
@@ -271,6 +274,50 @@ def test_a_chain_that_failed_is_fetched_from_its_beginning() -> None:
     assert worker.receiver.kept is None
     worker.road.put("d2", good)
     assert worker.stage("d3", **chain.delta(3)) == chain.digests[3]
+
+
+def test_a_full_version_of_a_chain_is_fetched_only_if_there_is_room(tmp_path: Path) -> None:
+    """A copy that is no version of the chain makes room for it."""
+    files = MemoryFiles(tmp_path, tmp_path)
+
+    def available(kib: int) -> None:
+        (tmp_path / "meminfo").write_text(f"MemAvailable: {kib} kB\n")
+
+    worker = Worker(shared=True, memory_files=files)
+    chain = Chain(worker.road, 2)
+    available(1)
+    worker.receiver.open(*worker.reception("d1", **chain.delta(1)))
+    available(0)
+    with pytest.raises(NotAtBase, match="staging needs 1 MiB"):
+        worker.receiver.receive("d1", never)
+    assert worker.road.opened == worker.road.closed == ["d1", "v0"]
+    available(1)
+    worker.road.put("other", weights(2))
+    worker.stage("other")
+    worker.swap("other")
+    worker.receiver.loaded("other")
+    worker.receiver.open(*worker.reception("d1", **chain.delta(1)))
+    available(0)
+    assert worker.receiver.receive("d1", never)["digest"] == chain.digests[1]
+
+
+def test_a_copy_that_is_no_version_of_a_chain_is_gone_when_the_full_one_comes() -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 2)
+    worker.road.put("other", weights(2))
+    worker.stage("other")
+    worker.swap("other")
+    assert worker.receiver.kept is not None
+    area = weakref.ref(worker.receiver.kept.area)
+    seen = set()
+
+    def look() -> bool:
+        seen.add((worker.road.opened[-1], area() is not None))
+        return False
+
+    worker.receiver.open(*worker.reception("d1", **chain.delta(1)))
+    worker.receiver.receive("d1", look)
+    assert seen == {("d1", True), ("v0", False)}
 
 
 def test_the_receiver_drops_a_damaged_copy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from worker.engines.base import EngineOptions
 from worker.engines.fake.adapter import FakeEngine, make_fake_model
 from worker.receive.area_pool import AreaPool
 from worker.receive.host_room import MemoryFiles
-from worker.receive.staging_area import ALIGN_BYTES, MappedArea, StagingArea
+from worker.receive.staging_area import ALIGN_BYTES, STAT_BLOCK_BYTES, MappedArea, StagingArea
 from worker.receive.weight_receiver import Receiver
 
 SPECS = {"a": TensorSpec("F32", (3,)), "empty": TensorSpec("F32", (0,)), "b": TensorSpec("I8", (3 << 20,))}
@@ -53,6 +54,21 @@ def test_a_place_may_get_a_smaller_tensor() -> None:
     area.put("a", HostTensor(SPECS["a"], memoryview(BYTES["a"])))
     assert {name: tensor.spec for name, tensor in area.tensors().items()} == {"a": SPECS["a"]}
     assert [(name, dtype, tuple(shape)) for name, dtype, shape, _ in area.layout] == [("a", "F32", (3,))]
+
+
+def test_a_map_of_the_area_takes_memory_only_for_the_tensors_that_have_come() -> None:
+    """The places of an update in parts have room for tensors of any dtype."""
+    count = 1 << 18
+    wide, narrow = TensorSpec("F64", (count,)), TensorSpec("BF16", (count,))
+    area = StagingArea.for_specs(dict.fromkeys("abcd", wide), shared=True)
+    sent = {name: os.urandom(narrow.nbytes) for name in "bd"}
+    for name, data in sent.items():
+        area.put(name, HostTensor(narrow, memoryview(data)))
+    mapped = MappedArea(area.descriptor, area.layout)
+    assert {name: bytes(tensor.data) for name, tensor in mapped.tensors.items()} == sent
+    assert os.fstat(area.descriptor).st_blocks * STAT_BLOCK_BYTES == len(sent) * narrow.nbytes
+    assert area.resident_bytes == len(sent) * narrow.nbytes
+    assert area.nbytes == 4 * wide.nbytes
 
 
 def test_a_map_of_the_area_survives_it_and_changes_nothing_in_it() -> None:
@@ -128,7 +144,7 @@ def test_memory_is_used_again_only_when_no_rank_reads_it() -> None:
     assert pool.returned("other") is None
     assert pool.returned("s") is first
     pool.give_back(first)
-    assert pool.spare_bytes == first.nbytes
+    assert pool.spare_bytes == mmap.PAGESIZE, "only the first tensor has come"
     again = pool.make(dict(reversed(SPECS.items())))
     assert again is first
     assert (again.tensors(), pool.spare_bytes) == ({}, 0), "the tensors before are gone"

@@ -51,7 +51,9 @@ class SglangHolder(RankHolder):
         self, lora: LoraConfig, modules: list[str], tensors: dict[str, torch.Tensor]
     ) -> SglangStagedAdapter:
         lora, tensors = with_even_ranks(lora, modules, tensors)
-        return SglangStagedAdapter(lora, self._nothing_beside(lora, modules) | tensors)
+        # SGLang refers to them until the adapter is removed. The host agent uses the mapped memory for the next one.
+        own = {name: tensor.clone() for name, tensor in tensors.items()}
+        return SglangStagedAdapter(lora, self._nothing_beside(lora, modules) | own)
 
     def _nothing_beside(self, lora: LoraConfig, modules: list[str]) -> dict[str, torch.Tensor]:
         """Zeros for the modules that SGLang joins with these in one layer. It takes an adapter of a whole layer only,
