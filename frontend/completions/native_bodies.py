@@ -5,6 +5,8 @@ Both become a `Plan`. `unserved_fields` has the fields that they refuse.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -18,7 +20,6 @@ from frontend.completions.openai_bodies import (
     TokenIds,
 )
 from frontend.completions.plans import (
-    DEFAULT_CHAT_TOKENS,
     ROUTED,
     Plan,
     check_stream,
@@ -27,7 +28,7 @@ from frontend.completions.plans import (
     top_of,
 )
 from frontend.completions.structured_fields import SglangForms, StructuredOutputs, only_form
-from frontend.completions.unserved_fields import IGNORED, UNSERVED, unsupported, without_unserved
+from frontend.completions.unserved_fields import unsupported, without_unserved
 from frontend.routing.demands import DemandFields, demands_of
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import (
@@ -38,25 +39,60 @@ from rl_plane.protocol.generation import (
 from rl_plane.protocol.validation import parse_body
 
 MAX_ID_CHARS = 100
+ALL_THAT_FITS = 1 << 30
+"""More new tokens than any worker has room for. With `any_length` the worker's refusal says how many fit."""
 SGLANG_TOKENS = 128
 """SGLang's own default."""
+
+log = logging.getLogger("frontend.completions.native_bodies")
+
+
+@functools.cache
+def say_that_logprobs_are_raw() -> None:
+    """Says it once for each process. These routes' own servers, as trainers start them, divide the logits."""
+    log.warning(
+        "a request asks for logprobs at a temperature other than 0 and 1. They are of the raw logits, "
+        "not of the logits divided by the temperature: train at temperature 1"
+    )
+
+
+def _with_raw_logprobs(plan: Plan) -> Plan:
+    if plan.logprobs and plan.requests[0].temperature not in (0.0, 1.0):
+        say_that_logprobs_are_raw()
+    return plan
+
 
 # ---- vLLM's ----
 
 
 class VllmSampling(SamplingBody):
     max_tokens: int | None = Field(None, ge=1)
+    """Default: as many as there is room for, as in vLLM."""
     logprobs: int | None = Field(None, ge=-1, le=MAX_TOP_LOGPROBS)
     """0 or 1: the logprob of the chosen token. More: also of this many of the likeliest tokens."""
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOP_LOGPROBS)
     """The logprobs of the prompt's own tokens, and of this many of the likeliest tokens at each place. With `stream`: 0
     or 1."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    """prime-rl's place for the body's `cache_salt`, which counts if both are given."""
     detokenize: bool | None = None
     """false: no `decoded_token` beside the prompt's logprobs. The reply has no other text."""
     structured_outputs: StructuredOutputs | None = None
     """The form of the text."""
     routed_experts_prompt_start: int | None = Field(None, ge=0)
     """With `return_routed_experts`: leave out the rows of this many tokens at the start of the prompt."""
+
+
+VLLM_UNSERVED = frozenset(
+    {
+        *("bad_words", "extra_args", "flat_logprobs", "logprob_token_ids", "output_kind", "prompt_logprob_start"),
+        *("prompt_logprob_token_ids", "repetition_detection", "skip_reading_prefix_cache"),
+        *("spaces_between_special_tokens", "stream_interval"),
+        *("thinking_token_budget", "trace_decode_token_ids", "watermarking"),
+    }
+)
+"""The fields of the `SamplingParams` of vLLM 0.32 that a caller may give and that are not served. `unserved_fields`
+says which of their values are refused."""
 
 
 class VllmGenerateBody(DemandFields):
@@ -82,6 +118,7 @@ class VllmGenerateBody(DemandFields):
 VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fields} | {
     "prompt_token_ids": "token_ids",
     "adapter": "model",
+    "cache_salt": "cache_salt",
     "prompt_top_logprobs": "sampling_params.prompt_logprobs",
     **ROUTED,
 }
@@ -99,8 +136,8 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
     form, form_field = only_form(() if given is None else given.form("sampling_params.structured_outputs"))
     own = {
         "id": request_id,  # callers may use an id twice
-        "max_tokens": sampling.max_tokens or DEFAULT_CHAT_TOKENS,  # vLLM's default is all that fits
-        "cache_salt": parsed.cache_salt,
+        "max_tokens": sampling.max_tokens or ALL_THAT_FITS,
+        "cache_salt": parsed.cache_salt or sampling.cache_salt,
         "structured_output": form,
         "logprobs": sampling.logprobs is not None,
         "top_logprobs": top_of(sampling.logprobs),
@@ -109,7 +146,7 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
         "prompt_token_texts": prompt_logprobs is not None and sampling.detokenize is not False,
         "routed_experts": bool(parsed.return_routed_experts),
     }
-    return Plan(
+    plan = Plan(
         id=parsed.request_id or request_id,
         model=parsed.model,
         requests=requests_of(
@@ -127,17 +164,19 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
         routed_from=sampling.routed_experts_prompt_start or 0,
         any_length=sampling.max_tokens is None,
     )
+    return _with_raw_logprobs(plan)
 
 
 def _without_unknown_sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """Drops unknown sampling parameters, as vLLM's server does."""
+    """Drops what is no sampling parameter of vLLM's, as its server does. prime-rl sends fields of the body there, such
+    as `return_token_ids`."""
     sampling = body.get("sampling_params")
     if not isinstance(sampling, dict):
         return body
     known = {
         name: value
         for name, value in sampling.items()
-        if name in VllmSampling.model_fields or name in UNSERVED or name in IGNORED
+        if name in VllmSampling.model_fields or name in VLLM_UNSERVED
     }
     return {**body, "sampling_params": known}
 
@@ -185,6 +224,8 @@ class SglangGenerateBody(DemandFields):
     """With `return_routed_experts`: leave out the rows of this many tokens at the start of the prompt."""
     lora_path: str | None = None
     """The name of a loaded adapter. None: the base model."""
+    model: str | None = None
+    """Another place for the base model or an adapter, by which routers choose. `lora_path` counts if both are given."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     stream: bool | None = None
 
@@ -251,9 +292,9 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         "prompt_top_logprobs": (parsed.top_logprobs_num or 0) if start >= 0 else 0,
         "routed_experts": bool(parsed.return_routed_experts),
     }
-    return Plan(
+    plan = Plan(
         id=parsed.rid or request_id,
-        model=parsed.lora_path,
+        model=parsed.lora_path or parsed.model,
         requests=requests_of(
             given,
             own,
@@ -272,3 +313,4 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         routed_from=parsed.routed_experts_start_len or 0,
         any_length=given.max_new_tokens is None,
     )
+    return _with_raw_logprobs(plan)

@@ -134,7 +134,9 @@ def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
             tops = [[[value, token, None] for token, value in place.tops] for _, _, place in scored[1:]]
             meta["input_top_logprobs"] = [None, *tops]
     if plan.routed_experts and choice.finish_reason is not None:
-        meta["routed_experts"] = as_int32(choice.experts(plan))
+        experts = as_int32(choice.experts(plan))
+        if experts is not None:  # SGLang leaves the key out after an abort, and miles looks for it
+            meta["routed_experts"] = experts
     reply = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
     if plan.return_token_ids:
         reply["prompt_token_ids"] = choice.prompt_token_ids or []

@@ -173,6 +173,8 @@ class GenerationBody(SamplingBody, SglangForms, DemandFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    extra_body: dict[str, Any] | None = None
+    """Other fields of this body. A field that the body has too keeps the body's value."""
     nvext: NvExt | None = None
 
     _from_bool = field_validator("prompt_logprobs", mode="before")(one_for_true)

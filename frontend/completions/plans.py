@@ -147,7 +147,7 @@ class Plan:
 
 
 def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
-    body = without_unserved(body, CompletionBody)
+    body = without_unserved(_unpacked(body), CompletionBody)
     rest = {key: value for key, value in body.items() if key != "prompt"}
     prompt = read_prompts(body.get("prompt"), "prompt")
     parsed = parse_body(CompletionBody, rest)
@@ -165,6 +165,19 @@ def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
             fix="send echo: true too, or at least 1",
         )
     return _plan(parsed, request_id, prompts, tokens, logprobs is not None, top_of(logprobs))
+
+
+def _unpacked(body: dict[str, Any]) -> dict[str, Any]:
+    """The body with the fields of its `extra_body`. OpenAI's Python client unpacks such an object, and verifiers'
+    EvalClient sends it as it is."""
+    extra = body.get("extra_body")
+    if extra is None:
+        return body
+    if not isinstance(extra, dict) or "extra_body" in extra:
+        raise InvalidRequest(
+            "extra_body is not an object of the body's fields", field="extra_body", fix="send them beside it"
+        )
+    return {**extra, **body}
 
 
 def top_of(logprobs: int | None) -> int:
@@ -252,7 +265,7 @@ def _prompt_ids(body: GenerationBody, other: str | None) -> list[int] | None:
 
 
 def plan_chat(body: dict[str, Any], request_id: str) -> Plan:
-    body = without_unserved(body, ChatBody)
+    body = without_unserved(_unpacked(body), ChatBody)
     check_choice(body.get("tool_choice"))
     parsed = parse_chat(ChatBody, body)
     messages, rendering = parsed.plain_messages(), parsed.rendering()

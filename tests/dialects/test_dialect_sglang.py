@@ -37,6 +37,9 @@ async def test_server_info_describes_the_fleet_as_one_server(plane: Plane) -> No
                 "null",
             )
             assert sorted(told["engines"]) == ids
+            assert (told["host"], told["port"]) == (http.base_url.host, http.base_url.port)
+            assert (told["nnodes"], told["node_rank"], told["gpu_id_step"]) == (1, 0, 1)
+            assert told["enable_return_routed_experts"] is False
         assert "vllm_config" in fine(await http.get("/server_info?config_format=json"))
         for path in ("/model_info", "/get_model_info"):
             for method in ("GET", "POST"):

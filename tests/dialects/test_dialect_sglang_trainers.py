@@ -30,8 +30,9 @@ from tests.support.dialect_facade import (
     witnessed,
 )
 from tests.support.hf_fleet import START_S, Witnesses
-from tests.support.sglang_calls import one_by_one
+from tests.support.sglang_calls import ROUTED_BODY, one_by_one
 from tests.support.sglang_replay import Replay
+from tests.support.sharing_trainer import SharingTrainer
 from worker.receive.staging import TIE_FIX
 from worker.testing.tiny_model import make_tiny_model
 
@@ -90,6 +91,8 @@ async def _slime(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
             assert (await served(http))[0][1] == ("initial" if step == 1 else "1"), "nothing has changed yet"
         await replay.post("/continue_generation")
         await proven(http, ids, seed, str(step))
+    # A rollout through SGLang's router, which rewrites the body.
+    assert len((await replay.post("/generate", ROUTED_BODY))["output_ids"]) == 4
     # An abort of what runs, as before an evaluation.
     (worker,) = fine(await http.get("/workers"))["workers"]
     assert (await http.post(f"{worker['url']}/abort_request", json={"abort_all": True})).status_code == 200
@@ -315,21 +318,24 @@ def load_adapter(directory: Path) -> dict[str, Any]:
 
 
 async def _nemo_rl(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
-    """NeMo-RL registers the server with a router. `continue_generation` commits its update."""
-    http = replay.http
+    """NeMo-RL registers the server with a router. It sends its buckets without a pause, and then flushes the cache."""
+    http, directory = replay.http, witnesses.base(1)
     assert (await http.get("/health_generate")).status_code == 200
     (own,) = fine(await http.get("/workers"))["workers"]
     await replay.post("/workers", {"url": own["url"], "worker_type": "regular"})
-    await replay.post("/pause_generation", {"mode": "retract"})
-    for bucket in buckets_of(witnesses.base(1), BUCKETS):
-        body = {
-            "serialized_named_tensors": payload(bucket),
-            "load_format": "safetensors",
-            "weight_version": "nemo",
-        }
-        await replay.post("/update_weights_from_tensor", body)
-    assert (await http.get("/flush_cache")).status_code == 200
-    await replay.post("/continue_generation")
+    with SharingTrainer(witnesses.plane, imports="hf") as trainer:
+        for part in range(BUCKETS):
+            body = {
+                "serialized_named_tensors": await trainer.shared(
+                    directory, parts=BUCKETS, part=part, how="nemo_rl", ranks=len(ids)
+                ),
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+                "weight_version": "nemo",
+            }
+            assert (await replay.post("/update_weights_from_tensor", body))["success"] is True
+            await trainer.drop()
+    await replay.flush()
     await proven(http, ids, 1, "nemo")
 
 

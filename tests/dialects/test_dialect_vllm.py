@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -332,6 +333,35 @@ async def test_vllms_adapter_calls_load_replace_and_unload(plane: Plane, http: h
     refused(await http.post("/v1/load_lora_adapter", json=missing), 404)
     fine(await http.post("/v1/unload_lora_adapter", json={"lora_name": "a", "lora_int_id": None}))
     refused(await http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}), 404)
+
+
+TWO_PLACES = """
+import worker.engines.fake.adapter as fake
+from dataclasses import replace
+start = fake.FakeEngine.start
+async def narrow(self):
+    self.info = replace(await start(self), max_adapters=2)
+    return self.info
+fake.FakeEngine.start = narrow
+"""
+
+
+async def test_a_version_of_an_adapter_takes_the_place_of_the_oldest_where_none_is_left(plane: Plane) -> None:
+    """AReaL loads each version under a name of its own, unloads none, and deletes the directory after the call."""
+    for _ in range(2):
+        plane.spawn(patch=TWO_PLACES)
+    async with facade(plane) as http:
+        for version, held in ((9, ["p-v9"]), (10, ["p-v10", "p-v9"]), (11, ["p-v10", "p-v11"])):
+            path = make_fake_adapter(plane.tmp / "weights" / f"v{version}", version, plane.model())
+            body = {"lora_name": f"p-v{version}", "lora_path": str(path)}
+            fine(await http.post("/v1/load_lora_adapter", json=body))
+            assert sorted(fine(await http.get("/v1/rl/weight_version"))["adapters"]) == held
+            shutil.rmtree(path)
+        path = make_fake_adapter(plane.tmp / "weights" / "another", 1, plane.model())
+        for name in ("q-v12", "p-v8", "p"):
+            body = {"lora_name": name, "lora_path": str(path)}
+            assert "max_loras" in refused(await http.post("/v1/load_lora_adapter", json=body), 400)["fix"]
+        assert sorted(fine(await http.get("/v1/rl/weight_version"))["adapters"]) == held
 
 
 async def test_skyrls_adapter_calls_load_replace_and_unload(plane: Plane, http: httpx.AsyncClient) -> None:

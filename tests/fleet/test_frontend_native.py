@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.completions.native_bodies import plan_sglang, plan_vllm
+from frontend.completions.native_bodies import ALL_THAT_FITS, plan_sglang, plan_vllm
 from frontend.completions.plans import Plan, plan_chat, plan_completion
 from tests.support.frontend_process import (
     PROMPT,
@@ -418,7 +418,7 @@ async def test_fields_without_effect_are_accepted_but_checked(plane: Plane, http
             assert choice["token_ids"] == tokens
         (choice,) = (await post(http, VLLM, **vllm, **more))["choices"]
         assert choice["token_ids"] == tokens
-    for sampling in ({"spaces_between_special_tokens": False}, {"unheard_of": 1}, {"unheard_of": None}):
+    for sampling in ({"spaces_between_special_tokens": False}, {"unheard_of": 1}, {"guided_regex": "a"}):
         asked = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2, **sampling}}
         (choice,) = (await post(http, VLLM, **asked))["choices"]
         assert choice["token_ids"] == tokens
@@ -432,9 +432,9 @@ async def test_fields_without_effect_are_accepted_but_checked(plane: Plane, http
         (VLLM, {**vllm, "priority": True}, 400, "priority"),
         (
             VLLM,
-            {"token_ids": PROMPT, "sampling_params": {"guided_regex": "a"}},
+            {"token_ids": PROMPT, "sampling_params": {"flat_logprobs": 1}},
             501,
-            "sampling_params.guided_regex",
+            "sampling_params.flat_logprobs",
         ),
         (VLLM, {"token_ids": PROMPT, "sampling_params": [1]}, 400, "sampling_params"),
         (
@@ -469,6 +469,6 @@ def test_a_length_that_the_caller_did_not_choose_is_marked() -> None:
             plan_completion({"prompt": "a", "max_tokens": 200}, "id"),
         ),
     ]
-    for (default, own), most in zip(chosen, (256, 128, 256, 16), strict=True):
+    for (default, own), most in zip(chosen, (ALL_THAT_FITS, 128, 256, 16), strict=True):
         assert ({one.max_tokens for one in default.requests}, default.any_length) == ({most}, True)
         assert ({one.max_tokens for one in own.requests}, own.any_length) == ({200}, False)

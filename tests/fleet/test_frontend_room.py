@@ -131,6 +131,15 @@ async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_ha
         assert error_of(await http.post(path, json=body), 400)["param"] == "max_tokens", body
 
 
+async def test_a_rollout_by_vllms_route_without_a_length_fills_the_context(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    plane.spawn(max_model_len=600)
+    await ready(plane, 1)
+    body = {"token_ids": [5] * 7, "sampling_params": {"logprobs": 1}}
+    assert await lengths(http, "/inference/v1/generate", body) == [593]
+
+
 async def test_each_of_several_prompts_has_the_length_that_is_left(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn(max_model_len=64)
     await ready(plane, 1)

@@ -84,11 +84,12 @@ def cpu_tensor(
 
 
 def cuda_tensor(
-    sides: Sequence[int], dtype: str, device: str | int, *, counted: int = 3, patched: bool = False
+    sides: Sequence[int], dtype: str, device: str | int, *, counted: int = 3, patched: str | None = None
 ) -> bytes:
+    """`patched`: the module whose `_rebuild_cuda_tensor_modified` the trainer has put in the place of torch's."""
     name = (_REDUCTIONS, "rebuild_cuda_tensor")
     if patched:
-        name = ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified")
+        name = (patched, "_rebuild_cuda_tensor_modified")
     return call(
         *name,
         [
@@ -132,11 +133,15 @@ def of_ranks(tensors: Sequence[tuple[str, Sequence[bytes]]]) -> bytes:
     return listed(found)
 
 
-def bucket(tensors: Sequence[tuple[str, str, Sequence[int], int, int]], nbytes: int) -> bytes:
-    """A flattened bucket of `(name, dtype, shape, start_idx, end_idx)`."""
+def bucket(
+    tensors: Sequence[tuple[str, str, Sequence[int], int, int]],
+    nbytes: int,
+    module: str = "sglang.srt.weight_sync.tensor_bucket",
+) -> bytes:
+    """A flattened bucket of `(name, dtype, shape, start_idx, end_idx)`. `module`: of its `FlattenedTensorMetadata`."""
     items = [
         instance(
-            "sglang.srt.weight_sync.tensor_bucket",
+            module,
             "FlattenedTensorMetadata",
             {
                 "name": plain(name),

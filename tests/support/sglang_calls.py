@@ -16,6 +16,29 @@ from tests.conftest import Plane
 from tests.support.dialect_facade import PROMPT, fine
 from worker.engines.fake.fake_model import make_fake_model
 
+ROUTED_BODY: dict[str, Any] = {
+    "model": None,
+    "input_ids": [5, 6],
+    "sampling_params": {
+        "temperature": 1.0,
+        "max_new_tokens": 4,
+        "top_p": 1.0,
+        "top_k": -1,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    },
+    "return_logprob": True,
+    "return_text_in_logprobs": False,
+    "stream": False,
+    "log_metrics": True,
+    "return_hidden_states": False,
+    "background": False,
+    "no_logs": False,
+    "return_bytes": False,
+    "return_entropy": False,
+}
+"""The body of `/generate` that sglang-router 0.3.2 makes of slime's."""
+
 
 @asynccontextmanager
 async def aborts_what_runs(http: httpx.AsyncClient) -> AsyncIterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import Field
@@ -109,10 +111,32 @@ async def held_adapters(context: DialectContext) -> dict[str, Any]:
 
 async def load_adapter(context: DialectContext, name: str, path: str, request_id: str) -> dict[str, Any]:
     """Loads or replaces an adapter on the whole fleet. Turns the error of an absent directory into a 404, after which
-    clients try again, because a shared file system may show a new directory late."""
+    clients try again, because a shared file system may show a new directory late.
+
+    AReaL loads each version under a name of its own, and unloads none. So where an engine has no place left, the oldest
+    version of this name is unloaded: vLLM's own server drops the adapter that was used least recently."""
+    body = {"lora_name": name, "lora_path": path}
     try:
-        return await context.calls.run("load_lora_adapter", {"lora_name": name, "lora_path": path}, request_id)
+        return await context.calls.run("load_lora_adapter", body, request_id)
     except InvalidRequest as error:
         if " is not there (" in error.message:
             raise NotFound(error.message, **error.facts) from error
-        raise
+        oldest = oldest_version(name, await held_adapters(context))
+        if " have no place here" not in error.message or oldest is None:
+            raise
+    await context.calls.run("unload_lora_adapter", {"lora_name": oldest}, request_id)
+    return await context.calls.run("load_lora_adapter", body, request_id)
+
+
+VERSIONED = re.compile(r"(.+)-v([0-9]{1,9})")
+"""AReaL's names of adapters."""
+
+
+def oldest_version(name: str, held: Collection[str]) -> str | None:
+    """The oldest of the adapters that are earlier versions of this one."""
+    asked = VERSIONED.fullmatch(name)
+    if asked is None:
+        return None
+    others = (VERSIONED.fullmatch(one) for one in held)
+    older = {int(one[2]): one[0] for one in others if one and one[1] == asked[1] and int(one[2]) < int(asked[2])}
+    return older[min(older)] if older else None

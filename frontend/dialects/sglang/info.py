@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -16,6 +17,7 @@ from rl_plane.errors import Conflict, InvalidRequest
 
 SGLANG = "0.5.23"
 """The version of SGLang whose routes these are."""
+DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class LoadsFields(Fields):
@@ -46,7 +48,7 @@ def mount_info(routes: SharedRoutes, context: DialectContext) -> None:
     )
     @routes.get("/get_server_info", NoFields, "The fleet as one SGLang server.")
     async def server_info(request: ParsedRequest[NoFields]) -> Any:
-        return await _server_info(context)
+        return await _server_info(context, request.base_url)
 
     @routes.any("/model_info", NoFields, "The model, and the version that is served.", roles=ANY_KEY)
     @routes.any("/get_model_info", NoFields, "The model, and the version that is served.", roles=ANY_KEY)
@@ -109,9 +111,15 @@ def _mount_router(routes: SharedRoutes, context: DialectContext) -> None:
         return {"status": "accepted", "worker_id": request.base_url, "url": request.base_url}
 
 
-async def _server_info(context: DialectContext) -> dict[str, Any]:
+async def _server_info(context: DialectContext, base_url: str) -> dict[str, Any]:
+    """miles and slime compare many of these with the arguments of the server that they would start."""
     rows = await rows_of_all(context, "describe")
+    own = urlsplit(base_url)
     return {
+        "host": own.netloc.rpartition("@")[2].removesuffix(f":{own.port}"),
+        "port": own.port or DEFAULT_PORTS[own.scheme],
+        "node_rank": 0,
+        "gpu_id_step": 1,
         "num_gpus": sum(int(row["world_size"]) for row in rows),
         "tp_size": same_of_all(rows, "tp_size"),
         "pp_size": same_of_all(rows, "pp_size"),
@@ -120,6 +128,7 @@ async def _server_info(context: DialectContext) -> dict[str, Any]:
         "nnodes": 1,
         "disaggregation_mode": "null",
         "enable_memory_saver": all(row["memory_saver"] for row in rows),
+        "enable_return_routed_experts": not any("generate:routed_experts" in row["lacks"] for row in rows),
         "model_path": same_of_all(rows, "model_path"),
         "tokenizer_path": same_of_all(rows, "model_path"),
         "served_model_name": same_of_all(rows, "model"),

@@ -52,6 +52,9 @@ LISTED = (None, "direct")
 FLATTENED = "flattened_bucket"
 FORMATS = (*LISTED, FLATTENED)
 
+NEMO_RL = "nemo_rl.models.generation.sglang.utils.train_utils"
+"""The module of NeMo-RL's own copies of SGLang's classes and functions."""
+
 MAX_TENSORS = 8192
 """Tensors in one call, twice what one message to a worker describes."""
 MAX_ELEMENTS = 64
@@ -203,8 +206,10 @@ class _Element:
                 *_CLASSES,
                 Name(REDUCTIONS, "rebuild_storage_filename", self._named_storage),
                 Name(REDUCTIONS, "rebuild_cuda_tensor", self._gpu_tensor),
-                Name("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified", self._gpu_tensor),
-                Name("sglang.srt.patch_torch", "_rebuild_cuda_tensor_modified", self._gpu_tensor),
+                *(
+                    Name(module, "_rebuild_cuda_tensor_modified", self._gpu_tensor)
+                    for module in ("sglang.srt.utils.patch_torch", "sglang.srt.patch_torch", NEMO_RL)
+                ),
             )
         }
 
@@ -271,7 +276,7 @@ class _Element:
         if type(metadata) is not list:
             raise UnreadablePickle(f"{kind_of(metadata)} as metadata")
         for one in metadata:
-            if type(one) is not Record or one.of is not _METADATA:
+            if type(one) is not Record or one.of not in _METADATA:
                 raise UnreadablePickle(f"{kind_of(one)} as metadata of a tensor")
             yield one.fields.get("name"), _of_bucket(whole, one)
 
@@ -339,7 +344,10 @@ def _of_bucket(whole: SharedTensor, one: Record) -> SharedTensor:
 
 
 _METADATA_FIELDS = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
-_METADATA = Name("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata", fields=_METADATA_FIELDS)
+_METADATA = tuple(
+    Name(module, "FlattenedTensorMetadata", fields=_METADATA_FIELDS)
+    for module in ("sglang.srt.weight_sync.tensor_bucket", NEMO_RL)
+)
 _LOCAL = Name(
     "sglang.srt.model_executor.model_runner_components.weight_updater",
     "LocalSerializedTensor",
@@ -348,7 +356,7 @@ _LOCAL = Name(
 _CLASSES = (
     *STORAGES,
     *TENSORS,
-    _METADATA,
+    *_METADATA,
     _LOCAL,
     SIZE,
     Name(REDUCTIONS, "rebuild_storage_empty", _empty_storage),

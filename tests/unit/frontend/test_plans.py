@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from frontend.completions.native_bodies import plan_vllm
+from frontend.completions.native_bodies import VLLM_UNSERVED, plan_sglang, plan_vllm, say_that_logprobs_are_raw
 from frontend.completions.openai_bodies import ChatBody, CompletionBody
 from frontend.completions.plans import DEFAULT_CHAT_TOKENS, Plan
 from frontend.completions.tokens import parse_tokenize
 from frontend.completions.unserved_fields import UNSERVED
 from rl_plane.errors import (
     InvalidRequest,
+    PlaneError,
     Unsupported,
 )
 from rl_plane.protocol.generation import (
@@ -25,6 +26,7 @@ from rl_plane.protocol.generation import (
 )
 from rl_plane.protocol.worker_ops import Tokenize
 from tests.support.openai_plans import chat, completion
+from tests.support.sglang_calls import ROUTED_BODY
 
 
 def test_a_plain_completion_has_openais_defaults() -> None:
@@ -489,6 +491,78 @@ def test_a_known_field_that_is_not_served_is_a_501(
         plan(**body)
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]
+
+
+@pytest.mark.parametrize("plan", [completion, chat])
+def test_the_fields_of_extra_body_are_the_bodys_own(plan: Callable[..., Plan]) -> None:
+    """verifiers' EvalClient sends prime-rl's as it is."""
+    (request,) = plan(temperature=0.5, extra_body={"cache_salt": "0", "top_k": 5, "temperature": 1}).requests
+    assert (request.cache_salt, request.top_k, request.temperature) == ("0", 5, 0.5)
+    assert plan(extra_body=None) == plan()
+    for wrong, field in (({"unheard_of": 1}, "unheard_of"), ({"extra_body": {}}, "extra_body"), (5, "extra_body")):
+        with pytest.raises(InvalidRequest) as caught:
+            plan(extra_body=wrong)
+        assert caught.value.facts["field"] == field
+
+
+def rollout(**sampling: Any) -> dict[str, Any]:
+    """The body of verifiers' TrainClient for prime-rl, whose `extra_body` it unpacks into `sampling_params`."""
+    theirs = {
+        "top_k": -1,
+        "min_p": 0.0,
+        "return_token_ids": True,
+        "cache_salt": "3",
+        "temperature": 1.0,
+        "top_p": 1.0,
+    }
+    made = {"logprobs": 1, "stop_token_ids": [9], "skip_special_tokens": False}
+    return {"model": "m", "token_ids": [5, 6], "sampling_params": {**theirs, **sampling, **made}}
+
+
+def test_a_rollout_of_prime_rl_has_its_salt_and_loses_what_is_no_sampling_parameter() -> None:
+    more = {"reasoning_effort": "low", "lora_path": "a", "guided_json": {}, "return_hidden_states": True}
+    plan = plan_vllm(rollout(**more), "id")
+    (request,) = plan.requests
+    assert (plan.model, request.prompt_token_ids, request.cache_salt) == ("m", [5, 6], "3")
+    assert (request.stop_token_ids, request.logprobs, request.skip_special_tokens) == ([9], True, False)
+    assert not plan.return_token_ids
+    assert plan_vllm({**rollout(), "cache_salt": "body"}, "id").requests[0].cache_salt == "body"
+    with pytest.raises(InvalidRequest) as caught:
+        plan_vllm(rollout(cache_salt=3), "id")
+    assert caught.value.facts["field"] == "sampling_params.cache_salt"
+
+
+@pytest.mark.parametrize("field", sorted(VLLM_UNSERVED))
+def test_a_sampling_parameter_of_vllms_that_is_not_served_is_refused_by_name(field: str) -> None:
+    with pytest.raises(PlaneError) as caught:
+        plan_vllm(rollout(**{field: {"some": "thing"}}), "id")
+    assert caught.value.facts["field"] == f"sampling_params.{field}"
+
+
+def test_a_body_that_sglangs_router_has_rewritten_means_the_base_unless_it_names_a_model() -> None:
+    plan = plan_sglang(ROUTED_BODY, "id")
+    assert (plan.model, plan.requests[0].prompt_token_ids, plan.logprobs) == (None, [5, 6], True)
+    assert plan_sglang({**ROUTED_BODY, "model": "m"}, "id").model == "m"
+    assert plan_sglang({**ROUTED_BODY, "model": "m", "lora_path": "a"}, "id").model == "a"
+
+
+def test_logprobs_of_a_trainers_temperature_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    def sampled(temperature: float, more: dict[str, Any]) -> dict[str, Any]:
+        return {**more, "sampling_params": {"temperature": temperature}}
+
+    say_that_logprobs_are_raw.cache_clear()
+    for temperature in (0, 1):
+        plan_vllm(rollout(temperature=temperature), "id")
+        plan_sglang(sampled(temperature, ROUTED_BODY), "id")
+    plan_sglang(sampled(0.7, {"input_ids": [5]}), "id")
+    assert caplog.messages == []
+    for plan, body in ((plan_vllm, rollout(temperature=0.7)), (plan_sglang, sampled(0.7, ROUTED_BODY))):
+        say_that_logprobs_are_raw.cache_clear()
+        for _ in range(2):
+            plan(body, "id")
+        (message,) = caplog.messages
+        assert "train at temperature 1" in message
+        caplog.clear()
 
 
 STREAMED: dict[str, Callable[[dict[str, Any]], Plan]] = {

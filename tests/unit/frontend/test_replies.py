@@ -48,6 +48,15 @@ def _choice() -> Choice:
     return choice
 
 
+def test_sglangs_reply_leaves_out_the_experts_of_an_aborted_choice() -> None:
+    plan = plan_sglang({"input_ids": [7, 8, 9], "return_routed_experts": True}, "id")
+    choice = _choice()
+    choice.finish_reason = "abort"
+    reply = sglang_whole(plan, [choice], "m", 5)
+    assert isinstance(reply, dict)
+    assert "routed_experts" not in reply["meta_info"]
+
+
 def test_a_whole_completion_has_its_tokens_logprobs_and_versions() -> None:
     reply = whole(completion(logprobs=0, return_token_ids=True), [_choice()], "m", 5)
     (choice,) = reply["choices"]

@@ -14,6 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from frontend.completions.native_bodies import (
+    VLLM_UNSERVED,
     SglangGenerateBody,
     SglangSampling,
     VllmGenerateBody,
@@ -202,6 +203,8 @@ def test_each_field_of_an_engines_own_server_is_served_or_refused_by_name(engine
                 found = outcome(parse, {**least, **said})
                 if not isinstance(found, due):
                     wrong.append(f"{where}: {field} {value!r}: {found}")
+        if where == "vllm sampling_params":
+            assert theirs.keys() >= VLLM_UNSERVED
     assert not wrong
 
 

@@ -17,6 +17,7 @@ from frontend.dialects.sglang.serialized_tensors import (
     MAX_ELEMENTS,
     MAX_NESTED,
     MAX_TENSORS,
+    NEMO_RL,
     described,
     read_shared,
 )
@@ -81,10 +82,10 @@ def test_gaps_and_offsets_are_described() -> None:
     assert third.strides is None
 
 
-def test_a_flattened_bucket_becomes_places_in_one_memory() -> None:
-    data = bucket(
-        [("a", "bfloat16", (2, 3), 0, 12), ("b", "float32", (2,), 12, 20), ("c", "int8", (0,), 20, 20)], 20
-    )
+@pytest.mark.parametrize("module", ["sglang.srt.weight_sync.tensor_bucket", NEMO_RL])
+def test_a_flattened_bucket_becomes_places_in_one_memory(module: str) -> None:
+    tensors = [("a", "bfloat16", (2, 3), 0, 12), ("b", "float32", (2,), 12, 20), ("c", "int8", (0,), 20, 20)]
+    data = bucket(tensors, 20, module)
     (_, first), (_, second), (_, third) = read_shared([data], "flattened_bucket").tensors
     assert (first.start, second.start, third.memory) == (0, 12, None)
     assert first.memory == second.memory == NamedMemory(name="torch_7_11_1", nbytes=20)
@@ -100,8 +101,8 @@ def test_tensors_of_several_ranks_must_agree() -> None:
     assert "something else than a tensor" in refusal(nested).message
 
 
-@pytest.mark.parametrize("patched", [False, True])
-def test_a_cuda_tensor_becomes_a_copy_for_each_gpu(patched: bool) -> None:
+@pytest.mark.parametrize("patched", [None, "sglang.srt.utils.patch_torch", NEMO_RL])
+def test_a_cuda_tensor_becomes_a_copy_for_each_gpu(patched: str | None) -> None:
     data = listed([("a", cuda_tensor((2, 2), "float16", "GPU-0a1b-22", patched=patched))])
     found = read_shared([data, listed([("a", cuda_tensor((2, 2), "float16", "GPU-0a1b-23", counted=5))])], None)
     ((_, tensor),) = found.tensors
@@ -322,7 +323,7 @@ def test_a_list_that_contains_itself_is_refused() -> None:
 def _good() -> list[tuple[bytes, str | None]]:
     return [
         (listed([(f"layer.{number}.weight", cpu_tensor((2, 3), "bfloat16", 12)) for number in range(3)]), None),
-        (listed([("a", cuda_tensor((2, 2), "float16", "GPU-0a1b-22", patched=True))]), "direct"),
+        (listed([("a", cuda_tensor((2, 2), "float16", "GPU-0a1b-22", patched=NEMO_RL))]), "direct"),
         (bucket([("a", "bfloat16", (2, 3), 0, 12), ("b", "float32", (2,), 12, 20)], 20), "flattened_bucket"),
         (of_ranks([("a", [GOOD, GOOD])]), None),
         *((attack, None) for attack in ATTACKS.values()),
