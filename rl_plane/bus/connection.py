@@ -245,6 +245,7 @@ class Bus:
 
     async def _reconnected(self) -> None:
         self._lost_at = None
+        self._last_refusal = ""
         log.info("%s: connected to NATS again", self.name)
         for callback in list(self._on_reconnect):
             try:
@@ -260,11 +261,17 @@ class Bus:
             raise error
         if (denial := refusal_of(error, self.login, self._subjects())) is not None:
             self._deny(*denial)
-        elif refused is not None and refused.message != self._last_refusal:
-            self._last_refusal = refused.message
-            log.error("%s: %s; fix: %s", self.name, refused.message, refused.facts.get("fix"))
+        elif (reason := self._reason(error, refused)) is not None and reason.message != self._last_refusal:
+            self._last_refusal = reason.message
+            log.error("%s: %s; fix: %s", self.name, reason.message, reason.facts.get("fix"))
         else:
             log.debug("%s: NATS: %s", self.name, _words(error))
+
+    def _reason(self, error: Exception, refused: PlaneError | None) -> PlaneError | None:
+        """Why this process can't connect. What is wrong with its own files says more than the server's refusal."""
+        if isinstance(error.__cause__, InvalidRequest):
+            return error.__cause__
+        return (self.nc.unread or refused) if refused is not None else None
 
     def _subjects(self) -> list[str]:
         """The subjects that a refusal may mean. nats-py gives it in lower case."""
