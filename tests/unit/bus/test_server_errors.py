@@ -24,7 +24,7 @@ INFO = {"server_id": "S", "version": "2.15.1", "max_payload": 1 << 20, "headers"
 
 
 class SmallServer:
-    """As much of a NATS server as a connection needs. `end` ends each connection with an error."""
+    """A NATS server, as far as a connection needs one. `end` ends each connection with an error."""
 
     def __init__(self) -> None:
         self.connects: list[dict[str, Any]] = []
