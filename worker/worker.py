@@ -44,7 +44,7 @@ from worker.reconcile.record_watch import RecordWatch
 from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
 from worker.reconcile.worker_core import WorkerCore
 from worker.reconcile.worker_state import Reason, WorkerState
-from worker.runtime.engine_loop import EngineLoop
+from worker.runtime.engine_loop import UNDO_S, EngineLoop
 from worker.runtime.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_TIMEOUT_S, EngineWatch
 from worker.runtime.registration import Registration
 
@@ -270,7 +270,9 @@ class Worker:
             except EngineHung as error:
                 self._handlers.engine_alive = False
                 self.state.close("engine", error.message)
-                if self._watch.silent(LIVENESS_INTERVAL_S + time.monotonic() - since):
+                # A round trip takes no longer by itself. If it did, this process stood still, and the engine with it.
+                took = min(time.monotonic() - since, self._handlers.liveness_timeout_s + UNDO_S)
+                if self._watch.silent(LIVENESS_INTERVAL_S + took):
                     self._on_end(f"the engine hangs: {error.message}", exit_codes.ENGINE_HUNG)
                     return
             except EngineFailed as error:

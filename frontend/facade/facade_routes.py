@@ -37,7 +37,7 @@ not serve."""
 ExtendReply = Callable[[dict[str, Any], str], dict[str, Any]]
 """Adds to the reply of `workers`, for the listener's address as the caller reaches it."""
 
-MAX_DIGITS = 15
+MAX_DIGITS = 18
 """The digits of an event's id, and some more."""
 MAX_ID_CHARS = 128
 """The characters of a request's id, and some more."""

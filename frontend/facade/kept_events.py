@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -12,6 +14,11 @@ from frontend.server.replies import to_json
 
 KEPT_S = 3600.0
 """The time in seconds for which a frontend keeps events: an operator who is called looks within the hour."""
+
+ID_STEP = 4096
+"""The ids of one frontend are so far apart, and begin at a random one. So the ids of two frontends differ, and a reader
+that moves from one to the other gets `missed`. The ids stay below 2^53, up to which JavaScript counts exactly, until
+2039."""
 
 Kind = Literal["member", "op", "update", "admission", "end"]
 
@@ -58,7 +65,7 @@ class KeptEvents:
     """Numbers the events of one frontend, and keeps the newest, also those of earlier frontends."""
 
     def __init__(self, max_events: int) -> None:
-        self._last_id = int(time.time() * 1000)
+        self._last_id = int(time.time() * 1000) * ID_STEP + secrets.randbelow(ID_STEP)
         self._before = self._last_id
         """The id of the last event that is not kept any more."""
         self._kept: deque[FleetEvent] = deque()
@@ -67,14 +74,15 @@ class KeptEvents:
     def load(self, earlier: Sequence[FleetEvent]) -> None:
         """Takes the events of earlier frontends, oldest first. Call it before the first own event."""
         if earlier:
-            self._before = earlier[0].id - 1
-            self._last_id = max(self._last_id, earlier[-1].id)
+            self._before = earlier[0].id - ID_STEP
+            ahead = max(0, earlier[-1].id - self._last_id)
+            self._last_id += math.ceil(ahead / ID_STEP) * ID_STEP
         for event in earlier:
             self._keep(event)
 
     def new(self, kind: Kind, data: dict[str, Any]) -> FleetEvent:
         """Makes the next event, and keeps it."""
-        self._last_id += 1
+        self._last_id += ID_STEP
         event = FleetEvent(self._last_id, time.time(), kind, data)
         self._keep(event)
         return event

@@ -17,7 +17,7 @@ from rl_plane._util.limited_log import LimitedLog
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.entries import decoded
-from rl_plane.errors import PlaneError
+from rl_plane.errors import BusUnreachable, PlaneError
 from rl_plane.protocol.subjects import KeyValueBucket
 
 log = logging.getLogger("frontend.facade.stored_events")
@@ -94,6 +94,8 @@ class StoredEvents:
         """The last one takes the next events."""
         self._changed = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
+        self._checks_bucket = False
+        """The last write failed, perhaps because NATS has lost the bucket."""
         self._warnings = LimitedLog(log)
 
     async def start(self) -> list[FleetEvent]:
@@ -101,7 +103,10 @@ class StoredEvents:
         try:
             await self._bus.ensure_bucket(self._bucket)
             entries = await self._bus.list_keys(self._bucket, ">")
-        except PlaneError as error:
+        except BusUnreachable as error:
+            log.warning("events of earlier frontends can't be read: %s", error)
+            entries, self._checks_bucket = [], True
+        except PlaneError as error:  # another try would meet it again
             log.warning("this process can't store its events, so they are lost when it ends: %s", error)
             return []
         self._writer = asyncio.create_task(self._write_changes(), name="stored events")
@@ -141,8 +146,12 @@ class StoredEvents:
             await self._changed.wait()
             await asyncio.sleep(GATHER_S)
             try:
+                if self._checks_bucket:
+                    await self._bus.ensure_bucket(self._bucket)
                 await self._write()
+                self._checks_bucket = False
             except PlaneError as error:
+                self._checks_bucket = True
                 self._changed.set()
                 self._warnings.warning("events are not stored: %s", error)
                 await asyncio.sleep(RETRY_S)

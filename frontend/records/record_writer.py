@@ -3,6 +3,7 @@ for it: what does not fit into the queue is dropped and counted."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -63,7 +64,11 @@ class RecordWriter:
         self._dropping = LimitedLog(log)
         self._closed = False
         self._file: BinaryIO | None = None
+        self._path = folder
+        """The path of the open file."""
         self._size = 0
+        self._confirmed = False
+        """The disk has confirmed a record of the open file."""
         self._buffered = 0
         """Records that the disk has not confirmed yet."""
         self._failed_at: float | None = None
@@ -139,11 +144,11 @@ class RecordWriter:
     def _write(self, line: bytes) -> None:
         self._buffered += 1
         if self._file is None:
-            self._make_room()
             name = self._folder / f"rollouts-{self._clock() // 1_000_000:013d}.jsonl"
             flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
-            self._file = os.fdopen(os.open(name, flags, 0o600), "ab")
+            self._file, self._path = os.fdopen(os.open(name, flags, 0o600), "ab"), name
             self._size = 0
+            self._confirmed = os.fstat(self._file.fileno()).st_size > 0  # a file of the same millisecond
         self._size += len(line)
         self._file.write(line)
         is_full = self._size >= self._file_bytes
@@ -156,6 +161,9 @@ class RecordWriter:
         if self._file is None:
             return
         self._file.flush()
+        if not self._confirmed:
+            self._confirmed = True
+            self._make_room()
         self.counts["written"] += self._buffered
         if self._buffered and self._failed_at is not None:
             self._failed_at = None
@@ -163,9 +171,9 @@ class RecordWriter:
         self._buffered = 0
 
     def _make_room(self) -> None:
-        """Deletes the oldest files, also those of earlier frontends, so that one more may come."""
+        """Deletes the oldest files, also those of earlier frontends. Only a file that has a record may replace them."""
         found = sorted(self._folder.glob(PATTERN))
-        for old in found[: max(0, len(found) - self._files + 1)]:
+        for old in found[: max(0, len(found) - self._files)]:
             old.unlink(missing_ok=True)
 
     def _on_error(self, error: OSError) -> None:
@@ -180,7 +188,11 @@ class RecordWriter:
                 self._retry_s,
             )
         self._failed_at = time.monotonic()
+        refused = self._file is not None and not self._confirmed
         self._close_file()  # its last line may be cut off, so the next record begins another file
+        if refused:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
 
     def _close_file(self) -> None:
         file, self._file = self._file, None

@@ -45,7 +45,12 @@ def why_refused(error: Exception, url: str, login: Login, credentials: NatsCrede
     if isinstance(error, ssl.SSLCertVerificationError):
         return _wrong_server(error, url, credentials)
     lower = words.lower()
-    if "authorization violation" in lower or "authentication expired" in lower or "authorizationerror" in lower:
+    if "authentication expired" in lower:
+        return _refused(
+            f"the server at {url} says that the token of this process has expired",
+            f"make {credentials.creds or 'the file of --nats-creds'} again for the same user: each connection reads it",
+        )
+    if "authorization violation" in lower or "authorizationerror" in lower:
         return _refused(
             f"the server at {url} does not know {login}" if login.public else f"the server at {url} wants a key",
             "the server must have this key: `rl-plane keys add`, then reload it"

@@ -100,8 +100,15 @@ def _check_url(url: str) -> None:
         )
 
 
+WRITE_FIX = (
+    "look at nats-server's log; if the disk of its store was full, make room, then restart nats-server: until then it "
+    "answers no write"
+)
+
+
 @asynccontextmanager
-async def _translated(what: str) -> AsyncIterator[None]:
+async def _translated(what: str, late_fix: str | None = None) -> AsyncIterator[None]:
+    """`late_fix`: the fix if no answer comes in time."""
     try:
         yield
     except nats.js.errors.APIError as error:
@@ -116,7 +123,8 @@ async def _translated(what: str) -> AsyncIterator[None]:
             f"no JetStream answers to {what}", fix="start nats-server with JetStream (`-js`)", retry_after_s=1.0
         ) from error
     except (nats.errors.Error, TimeoutError, OSError) as error:
-        raise BusUnreachable(f"NATS did not {what}: {_words(error)}", retry_after_s=1.0) from error
+        facts = {"fix": late_fix} if late_fix is not None and isinstance(error, TimeoutError) else {}
+        raise BusUnreachable(f"NATS did not {what}: {_words(error)}", retry_after_s=1.0, **facts) from error
 
 
 def _check_owner(bucket: KeyValueBucket, config: dict[str, Any]) -> None:
@@ -245,6 +253,7 @@ class Bus:
 
     async def _reconnected(self) -> None:
         self._lost_at = None
+        self._last_refusal = ""
         log.info("%s: connected to NATS again", self.name)
         for callback in list(self._on_reconnect):
             try:
@@ -260,11 +269,17 @@ class Bus:
             raise error
         if (denial := refusal_of(error, self.login, self._subjects())) is not None:
             self._deny(*denial)
-        elif refused is not None and refused.message != self._last_refusal:
-            self._last_refusal = refused.message
-            log.error("%s: %s; fix: %s", self.name, refused.message, refused.facts.get("fix"))
+        elif (reason := self._reason(error, refused)) is not None and reason.message != self._last_refusal:
+            self._last_refusal = reason.message
+            log.error("%s: %s; fix: %s", self.name, reason.message, reason.facts.get("fix"))
         else:
             log.debug("%s: NATS: %s", self.name, _words(error))
+
+    def _reason(self, error: Exception, refused: PlaneError | None) -> PlaneError | None:
+        """Why this process can't connect. What is wrong with its own files says more than the server's refusal."""
+        if isinstance(error.__cause__, InvalidRequest):
+            return error.__cause__
+        return (self.nc.unread or refused) if refused is not None else None
 
     def _subjects(self) -> list[str]:
         """The subjects that a refusal may mean. nats-py gives it in lower case."""
@@ -445,7 +460,7 @@ class Bus:
             headers[_EXPECTED_SUBJECT] = bucket.key(while_key[0])
         if ttl_s is not None:
             headers[_TTL] = str(ttl_s)
-        async with _translated(f"write {bucket.name}/{key}"):
+        async with _translated(f"write {bucket.name}/{key}", WRITE_FIX):
             ack = await self._request(bucket.key(key), value, headers or None)
         return int(ack["seq"])
 
@@ -462,7 +477,7 @@ class Bus:
     async def purge(self, bucket: KeyValueBucket, key: str, last: int) -> int:
         """Deletes the key if it is at the sequence `last`. Leaves a marker, which expires without a new sequence."""
         headers = {"KV-Operation": "PURGE", "Nats-Rollup": "sub", _EXPECTED: str(last), _TTL: str(MARKER_TTL_S)}
-        async with _translated(f"purge {bucket.name}/{key}"):
+        async with _translated(f"purge {bucket.name}/{key}", WRITE_FIX):
             ack = await self._request(bucket.key(key), b"", headers)
         return int(ack["seq"])
 

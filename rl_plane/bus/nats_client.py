@@ -1,18 +1,26 @@
-"""The client of nats-py, without its endless waits, and with TLS that is not optional."""
+"""The client of nats-py, without its endless waits, with TLS that is not optional, and with a reconnect after each
+error of the server."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import ssl
 from typing import Any
 
+import nats.errors
 from nats.aio.client import Client
 from nats.aio.transport import TcpTransport, WebSocketTransport
 
 from rl_plane.bus.connect_errors import NO_TLS
 from rl_plane.bus.credentials import Login, NatsCredentials
+from rl_plane.errors import InvalidRequest
 
+log = logging.getLogger("rl_plane.bus.nats_client")
+
+KEEPS_CONNECTION = "permissions violation"
+"""The error, in lower case as nats-py has it, after which the server keeps the connection."""
 CLOSE_TIMEOUT_S = 2.0
 """`close` sends what was published last. A server that has not taken it in this time hangs."""
 
@@ -25,12 +33,29 @@ class NatsClient(Client):  # type: ignore[misc]  # nats-py has no types
         self._credentials = credentials
         self._login = login
         self._wants_tls = wants_tls
+        self.unread: InvalidRequest | None = None
+        """Why the last connection could not read the credentials again. None: it could."""
         self._inbox_prefix = bytearray(login.inbox.encode())
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
         """The context for one connection. The files are read again, because certificates are renewed."""
-        return self._credentials.tls_context()
+        try:
+            return self._credentials.tls_context()
+        except InvalidRequest as error:  # nats-py tries again after its own errors only
+            raise nats.errors.Error(f"nats: {error}") from error
+
+    def _read_login_again(self) -> None:
+        """Reads the credentials for one connection, because tokens are renewed. The first key stays: another one would
+        need other inboxes."""
+        try:
+            login = self._credentials.load()
+        except InvalidRequest as error:
+            self.unread = error
+            return
+        self.unread = None
+        if login.public == self._login.public:
+            self._login = login
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         """Takes the server's INFO. The first one of a connection comes before this client sends its password."""
@@ -41,6 +66,7 @@ class NatsClient(Client):  # type: ignore[misc]  # nats-py has no types
 
     def _connect_command(self) -> bytes:
         self._end_without_warning()
+        self._read_login_again()
         command: bytes = super()._connect_command()
         proof = self._login.answer(str(self._server_info.get("nonce", "")))
         if not proof:
@@ -58,6 +84,17 @@ class NatsClient(Client):  # type: ignore[misc]  # nats-py has no types
         """Drops the connection, and the bytes that were not sent."""
         if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
             self._transport._io_writer.transport.abort()
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Takes an error of the server. nats-py would close the connection for good, without a word."""
+        if KEEPS_CONNECTION in err_msg or not self.options["allow_reconnect"]:
+            await super()._process_err(err_msg)
+            return
+        words = err_msg.strip("'")
+        log.warning("NATS has ended a connection: %s", words)
+        error = nats.errors.Error(f"nats: {words}")
+        await self._error_cb(error)
+        await self._process_op_err(error)
 
     async def _attempt_reconnect(self) -> None:
         self.abort()  # a close would first send the pending bytes

@@ -18,6 +18,19 @@ START_TIMEOUT_S = 10.0
 """The server listens within 50 ms. After a crash with a large store it takes seconds."""
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.01
+LOOK_S = 2.0
+"""Seconds between two looks at the server's errors. An operator needs longer to read one."""
+ERRORS_SHOWN = 3
+"""Lines of errors that one look returns. A client that is refused again and again makes ten in a second."""
+LOG_BYTES = 1 << 16
+"""The newest bytes of the log that one look reads."""
+LINE_CHARS = 400
+"""The most of one line of the log that a look returns. The names of a stream and of a file fit."""
+FAILED_WRITE = "failed to store a msg"
+"""In the log after a write that met a full disk. From then on nats-server 2.15 answers no write to that stream, also
+when there is room again, until it starts anew."""
+ROOM_BYTES = 1 << 28
+"""A restart helps if the disk has this much room. With less the disk would soon be full again."""
 
 OUR_VARIABLES = "RL_PLANE_"
 """The server needs none of our settings, and some of them are secrets."""
@@ -48,6 +61,11 @@ class NatsServer:
         self._config = config
         self._scheme = "nats"
         self._process: subprocess.Popen[bytes] | None = None
+        self.log_path = self._scratch / "log"
+        self._looked_to = 0
+        """The bytes of the log that `new_errors` has seen."""
+        self._failed_write = False
+        """A write has failed since the start of the server."""
 
     @property
     def url(self) -> str:
@@ -64,8 +82,8 @@ class NatsServer:
         command = [find_binary(), "-a", self._host, "-p", str(self._port or -1)]
         command += ["-js", "-sd", str(self._store), "--ports_file_dir", str(self._scratch)]
         command += ["-c", str(self._config)] if self._config else []
-        log_path = self._scratch / "log"
-        with log_path.open("ab") as log:
+        self._failed_write = False
+        with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
                 stdout=log,
@@ -78,7 +96,7 @@ class NatsServer:
         give_up = time.monotonic() + START_TIMEOUT_S
         while not ports.exists() or not ports.read_bytes().endswith(b"}"):
             if self._process.poll() is not None or time.monotonic() > give_up:
-                words = log_path.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
+                words = self.log_path.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
                 self._end()
                 raise BusUnreachable(
                     f"nats-server did not start: {words[0]}",
@@ -88,6 +106,37 @@ class NatsServer:
         address = json.loads(ports.read_bytes())["nats"][0]
         self._scheme = address.partition("://")[0]
         self._port = int(address.rsplit(":", 1)[1])
+
+    def new_errors(self) -> list[str]:
+        """The errors that the server has logged since the last call: the first few, and then how many more there
+        are."""
+        with self.log_path.open("rb") as log:
+            start = max(self._looked_to, log.seek(0, os.SEEK_END) - LOG_BYTES)
+            log.seek(start)
+            data = log.read(LOG_BYTES)
+        data = data[: data.rfind(b"\n") + 1]  # the rest of the last line follows
+        self._looked_to = start + len(data)
+        lines = data.decode(errors="replace").splitlines()
+        found = [line[at:] for line in lines if (at := max(line.find("[ERR]"), line.find("[FTL]"))) >= 0]
+        shown = [line[:LINE_CHARS] for line in found[:ERRORS_SHOWN]]
+        if len(found) > ERRORS_SHOWN:
+            shown.append(f"{len(found) - ERRORS_SHOWN} more errors")
+        if not self._failed_write and any(FAILED_WRITE in line for line in found):
+            self._failed_write = True
+            shown.append(
+                f"it takes no more writes to this stream until it starts again; make room on the disk of {self._store}"
+            )
+        return shown
+
+    @property
+    def needs_restart(self) -> bool:
+        """The disk was full, and has room again."""
+        return self._failed_write and shutil.disk_usage(self._store).free >= ROOM_BYTES
+
+    def restart(self) -> None:
+        """Ends the server in order, and starts it on the same port and store."""
+        self._end()
+        self.start()
 
     def kill(self) -> None:
         """Kills the server with SIGKILL. `start` starts it again on the same port with the same store."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import subprocess
 from typing import Any
 
 import click
@@ -14,11 +16,11 @@ from rl_plane._util.log_format import set_up_logging
 from rl_plane._util.plugins import ENGINES, plugins
 from rl_plane._util.processes import spare_collector
 from rl_plane.bus.key_folder import KeyFolder
-from rl_plane.bus.server import CONFIG, NatsServer
+from rl_plane.bus.server import CONFIG, LOOK_S, NatsServer
 from rl_plane.cli.end_signals import ended_by_signals
 from rl_plane.cli.keys import NATS_FILES, credentials_as
 from rl_plane.cli.models import default_model
-from rl_plane.cli.output import BadSetting, note, say_ready
+from rl_plane.cli.output import BadSetting, note, one_line, say_ready
 from rl_plane.cli.settings import NO_DIALECT, OFF, Command, command, pairs
 from rl_plane.cli.span_export import OTEL, spans_of
 from rl_plane.errors import BusUnreachable
@@ -121,11 +123,26 @@ def run_nats(given: Command) -> int:
             server.start()
             url = server.url
             say_ready(values["json"], "nats", f"nats-server is ready: {url}", nats_url=url, pid=server.process.pid)
-            code = server.process.wait()
+            code = _watch_nats(server)
             raise BusUnreachable(f"nats-server ended with exit code {code}", fix="start it again")
         finally:
             server.stop()
     return 0
+
+
+def _watch_nats(server: NatsServer) -> int:
+    """Passes the server's errors on, and restarts it when that helps. Returns the code with which it has ended."""
+    while True:
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = server.process.wait(LOOK_S)
+        for line in server.new_errors():
+            note(f"rl-plane: nats-server: {one_line(line)}")
+        if code is not None:
+            return code
+        if server.needs_restart:
+            note("rl-plane: the disk has room again: nats-server starts again")
+            server.restart()
 
 
 def run_worker(given: Command) -> int:

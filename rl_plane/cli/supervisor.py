@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from rl_plane.bus.server import NatsServer
+from rl_plane.bus.server import LOOK_S, NatsServer
 from rl_plane.cli.children import ERR, Child, Printer, exit_of, start_process
 from rl_plane.cli.output import exit_words
 from rl_plane.errors import PlaneError
@@ -146,7 +146,11 @@ class Supervisor:
         assert self._nats is not None
         restarts, started = 0, time.monotonic()
         while True:
-            code = await exit_of(self._nats.process)
+            ended = exit_of(self._nats.process)
+            while not ended.done():
+                await asyncio.wait([ended], timeout=LOOK_S)
+                self._look_at_nats(self._nats)
+            code = ended.result()
             if self.end.is_set():
                 return
             restarts = 0 if time.monotonic() - started > STEADY_S else restarts
@@ -166,6 +170,14 @@ class Supervisor:
                 break
             restarts, started = restarts + 1, time.monotonic()
             await asyncio.sleep(pause_before(restarts - 1))
+
+    def _look_at_nats(self, server: NatsServer) -> None:
+        """Passes the server's errors on, and ends a server that a restart helps."""
+        for line in server.new_errors():
+            self._event(f"nats-server: {line}", event="error", name="nats", message=line)
+        if server.needs_restart and server.process.poll() is None:
+            self._event("the disk has room again: nats-server starts again", event="error", name="nats")
+            server.process.terminate()
 
     # ---- the end ----
 

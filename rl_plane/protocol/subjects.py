@@ -236,6 +236,9 @@ CANCEL = "cancel"
 FENCE_KEY = "fence"
 """State bucket: a key that is written to raise the bucket's sequence."""
 
+DOCTOR = "doctor"
+"""State bucket: a key that `rl-plane doctor` writes to see whether the bucket takes writes. It expires by itself."""
+
 CANARY_HISTORY = "canary_history"
 """State bucket: the values of earlier versions for the numeric canary (`rl_plane.protocol.canary.CanaryHistory`)."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rl_plane.bus.connection import Bus
 from rl_plane.bus.server import NatsServer
 from rl_plane.cli import main
 from rl_plane.cli.children import Printer
@@ -22,6 +23,9 @@ from rl_plane.cli.serve import FRONTEND
 from rl_plane.cli.supervisor import MAX_PAUSE_S, SupervisedProcess, Supervisor, pause_before
 from rl_plane.cli.up import HERE, Up
 from rl_plane.cli.up import SETTINGS as UP_SETTINGS
+from rl_plane.errors import BusUnreachable
+from rl_plane.protocol.subjects import Subjects
+from tests.support.full_disk import full_disk
 from tests.support.settings import values_of
 from tests.support.started_command import BACK_S, READY_S, Started, eventually, start
 from worker import process
@@ -316,6 +320,35 @@ def test_the_command_nats_serves_until_it_or_its_server_ends(
     os.kill(nats.line(READY_S, ready="nats")["pid"], signal.SIGKILL)
     assert nats.process.wait(GONE_S) == 1
     assert "nats-server ended with exit code -9" in nats.errors.read_text()
+
+
+def test_the_command_nats_says_that_the_disk_was_full_and_restarts_its_server(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    nats = start("nats", "--port", "0", "--store", str(tmp_path / "store"))
+    ready = nats.line(READY_S, ready="nats")
+    state = Subjects("demo", "engine").state
+
+    async def write() -> None:
+        bus = await Bus.connect(ready["nats_url"])
+        try:
+            await bus.ensure_bucket(state)
+            await bus.put(state, "lock", b"x" * 5000)
+        finally:
+            await bus.close()
+
+    asyncio.run(write())
+    with full_disk(ready["pid"]), pytest.raises(BusUnreachable):
+        asyncio.run(write())
+    with pytest.raises(BusUnreachable):  # there is room again
+        asyncio.run(write())
+
+    def restarted() -> bool:
+        return "nats-server starts again" in nats.errors.read_text()
+
+    eventually(restarted, BACK_S, "nats-server was not restarted")
+    asyncio.run(write())
+    assert "failed to store a msg" in nats.errors.read_text()
 
 
 def test_pauses_grow_and_are_bounded() -> None:

@@ -133,6 +133,29 @@ async def test_a_worker_whose_engine_hangs_closes_and_then_ends(plane: Plane) ->
     await plane.until(lambda: view.member(worker.instance_id) is None)
 
 
+FROZEN = """
+import time, types, worker.engines.fake.adapter as fake, worker.worker as module
+frozen_s = [0.0]
+module.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() + frozen_s[0])
+async def liveness(self):
+    if Path({folder!r}, "freeze").exists() and not frozen_s[0]:
+        frozen_s[0] = 2 * options["engine_hang_s"]
+        raise TimeoutError
+    await really(self)
+    if frozen_s[0]:
+        Path({folder!r}, "answered").touch()
+really, fake.FakeEngine.liveness = fake.FakeEngine.liveness, liveness
+"""
+"""A patch: with a file `freeze` the process seems to have stood still for long during one round trip, as at SIGSTOP."""
+
+
+async def test_a_freeze_of_the_machine_does_not_end_a_worker_that_runs_again(plane: Plane) -> None:
+    worker = plane.spawn(patch="options['engine_hang_s'] = 60.0\n" + FROZEN.format(folder=str(plane.tmp)))
+    (plane.tmp / "freeze").touch()
+    await plane.until(lambda: (plane.tmp / "answered").exists() or worker.process.poll() is not None)
+    assert worker.process.poll() is None
+
+
 SLOW = """
 import asyncio, worker.engines.fake.adapter as fake
 options["liveness_timeout_s"] = {timeout_s}

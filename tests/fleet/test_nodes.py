@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -221,6 +223,24 @@ def test_a_head_that_does_not_come_is_named_within_a_bound(links: Links) -> None
     (told,) = together(links.node(wait_s=0.5).join)
     assert told is not None
     assert "the head (node rank 0) did not come within 0.5 s" in told.message
+
+
+def test_the_end_of_a_link_ends_a_thread_that_waits_for_other_nodes(links: Links) -> None:
+    node, waits, ended = links.node(), threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        waits.set()
+        await asyncio.Event().wait()
+
+    def gather() -> None:
+        with pytest.raises(CancelledError):
+            node.run(wait())
+        ended.set()
+
+    threading.Thread(target=gather, daemon=True).start()
+    assert waits.wait(BOUND_S)
+    node.close()
+    assert ended.wait(BOUND_S)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from nats.aio.msg import Msg
 
 from frontend.facade.kept_events import FleetEvent
 from frontend.facade.stored_events import CHUNK_EVENTS, CHUNKS, EVENT_BYTES, StoredEvents
 from rl_plane.bus.connection import Bus
+from rl_plane.bus.server import NatsServer
 from rl_plane.cli import main
 from rl_plane.errors import PermissionDenied
 from rl_plane.protocol.subjects import KeyValueBucket, Subjects
@@ -116,3 +120,55 @@ async def test_the_frontend_continues_without_a_store_of_events_and_warns_of_it(
 
 def plane_bucket(plane: Plane) -> KeyValueBucket:
     return Subjects(plane.namespace, plane.component).events
+
+
+async def _heard(bus: Bus, bucket: KeyValueBucket) -> asyncio.Queue[bytes]:
+    """The writes to a bucket, as they come."""
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def hear(message: Msg) -> None:
+        heard.put_nowait(message.data)
+
+    await bus.subscribe(bucket.feed(">"), hear)
+    await bus.flush()
+    return heard
+
+
+async def test_events_are_stored_again_after_nats_has_lost_its_store(own_nats: tuple[NatsServer, Plane]) -> None:
+    server, plane = own_nats
+    bus, bucket = await Bus.connect(plane.url), plane_bucket(plane)
+    stored = StoredEvents(bus, bucket, "f1")
+    try:
+        assert await stored.start() == []
+        heard = await _heard(bus, bucket)
+        stored.add(FleetEvent(1, 1.0, "op", {}))
+        async with asyncio.timeout(BACK_S):
+            await heard.get()
+        server.kill()
+        shutil.rmtree(plane.tmp / "store")
+        server.start()
+        stored.add(FleetEvent(2, 2.0, "op", {}))
+        async with asyncio.timeout(BACK_S):
+            assert b'"id":2' in await heard.get()
+    finally:
+        await stored.stop()
+        await bus.close()
+
+
+async def test_a_frontend_that_starts_while_nats_does_not_answer_stores_its_events_later(
+    own_nats: tuple[NatsServer, Plane],
+) -> None:
+    server, plane = own_nats
+    bus, bucket = await Bus.connect(plane.url), plane_bucket(plane)
+    stored = StoredEvents(bus, bucket, "f1")
+    try:
+        heard = await _heard(bus, bucket)
+        server.kill()
+        assert await stored.start() == []
+        stored.add(FleetEvent(1, 1.0, "op", {}))
+        server.start()
+        async with asyncio.timeout(BACK_S):
+            assert b'"id":1' in await heard.get()
+    finally:
+        await stored.stop()
+        await bus.close()

@@ -17,6 +17,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -144,6 +145,8 @@ class NodeLink(ABC):
         self._bus: Bus | None = None
         self._gather: Gather | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._waited_for: set[Future[Any]] = set()
+        """The work for which threads wait in `run`."""
         self._lost: str | None = None
         self._on_lost: list[Callable[[str], None]] = []
         self._losing = threading.Lock()
@@ -174,8 +177,10 @@ class NodeLink(ABC):
             self.close()
 
     def close(self) -> None:
-        """Ends the link. Tells nothing to the other nodes."""
+        """Ends the link, and the waits of other threads in `run`. Tells nothing to the other nodes."""
         if self._thread.is_alive():
+            for future in list(self._waited_for):
+                future.cancel()
             with contextlib.suppress(Exception):
                 self.run(self._disconnect(), self.timings.farewell_s)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -184,8 +189,10 @@ class NodeLink(ABC):
                 self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Runs `work` on the link's loop, and returns its result."""
+        """Runs `work` on the link's loop, and returns its result. CancelledError: `close` has ended the link."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._waited_for.add(future)
+        future.add_done_callback(self._waited_for.discard)
         try:
             return future.result(timeout_s)
         except BaseException:

@@ -9,6 +9,7 @@ from rl_plane.cli.doctor.check_line import CheckLine, error, ok, size, warning
 from rl_plane.cli.doctor.doctor_facts import DoctorFacts, NatsFacts, Row
 from rl_plane.cli.doctor.root_checks import root_checks
 from rl_plane.cli.output import ids
+from rl_plane.errors import PermissionDenied
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 
 OLDEST_NATS = (2, 11)
@@ -126,8 +127,20 @@ def _jetstream(nats: NatsFacts) -> Iterator[CheckLine]:
         )
     for name, config in nats.buckets.items():
         yield _bucket(name, config)
+    if nats.write_error is not None:
+        yield _write(nats.write_error)
     for name, why in nats.bucket_errors.items():
         yield error("bucket", f"{name}: {why}", "see whether JetStream answers, and the role of the key")
+
+
+def _write(refused: Row) -> CheckLine:
+    if not refused:
+        return ok("writes", "the state's bucket takes writes")
+    if refused.get("code") == PermissionDenied.code:
+        words = "whether the state's bucket takes writes is not known, because this key may not write"
+        return warning("writes", words, "use a key of the role operator or frontend")
+    fix = str(refused.get("fix") or "see nats-server's log")
+    return error("writes", f"the state's bucket takes no writes: {refused['message']}", fix)
 
 
 def _account(account: Row) -> CheckLine:

@@ -45,6 +45,8 @@ class NatsFacts:
     buckets: Mapping[str, Row | None] = field(default_factory=dict)
     """The bucket's name → its stream's configuration. None: there is none."""
     bucket_errors: Mapping[str, str] = field(default_factory=dict)
+    write_error: Row | None = None
+    """Why the state's bucket did not take a write, as on the wire. Empty: it took one. None: there is no bucket."""
     frontends: Sequence[str] | None = None
     """The frontends that have confirmed within seconds that they may deliver tokens. None: not read."""
 

@@ -13,12 +13,14 @@ from rl_plane.bus.state_store import read_frontends
 from rl_plane.cli.doctor.doctor_facts import Asked, NatsFacts, Row
 from rl_plane.client import RlClient
 from rl_plane.errors import DeadlineExceeded, PlaneError
-from rl_plane.protocol.subjects import Subjects
+from rl_plane.protocol.subjects import DOCTOR, Subjects
 
 CONNECT_S = 3.0
 """Seconds to reach NATS from here. A server on the network answers within milliseconds."""
-QUESTIONS = 3
-"""The questions whose bounds add up at most: the connection's, JetStream's and the workers'."""
+QUESTIONS = 4
+"""The questions whose bounds add up at most: the connection's, JetStream's, the write's and the workers'."""
+WRITE_TTL_S = 60
+"""The test write disappears after this time."""
 FLUSH_TRIPS = 2
 """The round trips of one `Bus.flush`."""
 
@@ -92,4 +94,9 @@ async def _jetstream(bus: Bus, subjects: Subjects) -> dict[str, Any]:
             clock = await bus.server_time(subjects.state)
             facts["clock"] = Asked({"clock": clock}, since, time.time())
             facts["frontends"] = await read_frontends(bus, subjects.state)
+        try:
+            await bus.put(subjects.state, DOCTOR, b"", ttl_s=WRITE_TTL_S)
+            facts["write_error"] = {}
+        except PlaneError as error:
+            facts["write_error"] = error.to_wire()
     return facts

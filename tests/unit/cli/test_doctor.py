@@ -102,6 +102,8 @@ def test_a_sound_fleet_has_only_ok_lines() -> None:
         ({"buckets": {"state": {"storage": "memory", "num_replicas": 1}}}, "error", "memory storage"),
         ({"buckets": {"state": None}}, "error", "state is not there"),
         ({"frontends": []}, "warning", "none delivers tokens"),
+        ({"write_error": {"code": "permission_denied", "message": "no"}}, "warning", "may not write"),
+        ({"write_error": {"code": "bus_unreachable", "message": "late"}}, "error", "takes no writes: late"),
         ({"bucket_errors": {"state": "no answer"}}, "error", "state: no answer"),
         ({"clock": Asked({"clock": NOW + 60}, NOW, NOW + 1)}, "warning", "nats-server is 59.0 s ahead of"),
     ],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,12 @@ def record(number: int = 0, tokens: int = 3, **request: Any) -> RolloutRecord:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+
+
+def refuse(folder: Path, seconds: Iterable[int]) -> None:
+    """Makes the disk refuse the files that a writer begins at these seconds."""
+    for second in seconds:
+        (folder / f"rollouts-{second * 1000:013d}.jsonl").symlink_to("/dev/full")
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -100,20 +107,40 @@ def test_a_full_disk_gives_one_line_and_records_come_again_after_a_pause(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, retry_s: float
 ) -> None:
     caplog.set_level(logging.INFO)
-    (tmp_path / FIRST_FILE).symlink_to("/dev/full")
-    writer = RecordWriter(tmp_path, 3, retry_s=retry_s, clock=lambda: FIRST_NS)
+    refuse(tmp_path, range(1, 6))
+    seconds = itertools.count(1)
+    writer = RecordWriter(tmp_path, 3, file_bytes=1, retry_s=retry_s, clock=lambda: next(seconds) * 10**9)
     writer.start()
-    for number in range(5):
+    for number in range(1, 6):
         writer.put(record(number))
     until(lambda: writer.counts["failed"] == 5)
     (told,) = [line.getMessage() for line in caplog.records if "lost" in line.getMessage()]
     assert "No space left on device; fix: make room there" in told
-    (tmp_path / FIRST_FILE).unlink()
     writer.put(record(9))
     writer.close()
+    for refused in tmp_path.glob("*.jsonl"):
+        if refused.is_symlink():
+            refused.unlink()
     assert [line["id"] for line in lines(tmp_path)] == ([] if retry_s else ["r9"])
     again = any("written again: 5 were lost" in line.getMessage() for line in caplog.records)
     assert again is (not retry_s)
+
+
+def test_a_disk_that_refuses_records_costs_no_older_ones(tmp_path: Path) -> None:
+    seconds = itertools.count(1)
+    writer = RecordWriter(tmp_path, 3, file_bytes=1, retry_s=0.0, clock=lambda: next(seconds) * 10**9)
+    writer.start()
+    for number in range(1, 4):
+        writer.put(record(number))
+    until(lambda: writer.counts["written"] == 3)
+    refuse(tmp_path, range(4, 8))
+    for number in range(4, 8):
+        writer.put(record(number))
+    until(lambda: writer.counts["failed"] == 4 and not any(file.is_symlink() for file in tmp_path.iterdir()))
+    assert [line["id"] for line in lines(tmp_path)] == ["r1", "r2", "r3"]
+    writer.put(record(8))
+    writer.close()
+    assert [line["id"] for line in lines(tmp_path)] == ["r2", "r3", "r8"]
 
 
 def test_a_folder_has_one_writer(writer: RecordWriter, tmp_path: Path) -> None:

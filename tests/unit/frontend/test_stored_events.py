@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frontend.facade.kept_events import MISSED, FleetEvent, KeptEvents, last_admissions
+from frontend.facade.kept_events import ID_STEP, MISSED, FleetEvent, KeptEvents, last_admissions
 from frontend.facade.stored_events import Chunk, earlier_events
 
 
@@ -67,11 +67,15 @@ def test_a_reader_continues_behind_an_event_of_an_earlier_frontend() -> None:
     kept.load([event(10, FUTURE), event(11, FUTURE)])
     own = kept.new("op", {})
     assert kept.missed(10, None) == [event(11, FUTURE).framed(), own.framed()]
-    assert kept.missed(9, None) == [event(10, FUTURE).framed(), event(11, FUTURE).framed(), own.framed()]
+    assert kept.missed(10 - ID_STEP, None) == [
+        event(10, FUTURE).framed(),
+        event(11, FUTURE).framed(),
+        own.framed(),
+    ]
     assert kept.missed(own.id, None) == []
     assert kept.missed(8, None)[0] == MISSED
     next_one = kept.new("op", {})
-    assert kept.missed(9, None)[0] == MISSED, "the event 10 is not kept any more"
+    assert kept.missed(10 - ID_STEP, None)[0] == MISSED, "the event 10 is not kept any more"
     assert kept.missed(10, None) == [event(11, FUTURE).framed(), own.framed(), next_one.framed()]
 
 
@@ -79,6 +83,29 @@ def test_ids_rise_over_a_restart_also_with_a_clock_that_went_back() -> None:
     kept = KeptEvents(3)
     kept.load([event(10**15, FUTURE)])
     assert kept.new("op", {}).id > 10**15
+
+
+def test_ids_behind_those_of_another_frontend_stay_apart_from_them() -> None:
+    kept = KeptEvents(3)
+    first = kept.new("op", {}).id
+    ahead = first + 5 * ID_STEP + 7
+    kept.load([event(ahead, FUTURE)])
+    following = kept.new("op", {}).id
+    assert following > ahead
+    assert (following - first) % ID_STEP == 0
+
+
+def test_a_reader_that_moves_to_another_frontend_gets_missed() -> None:
+    left, *others = (KeptEvents(300) for _ in range(4))
+    last = [left.new("op", {}) for _ in range(200)][-1].id
+    for kept in others:
+        for _ in range(250):
+            kept.new("op", {})
+    assert any(kept.missed(last, None)[0] == MISSED for kept in others), "two of them may begin at the same id"
+
+
+def test_javascript_counts_ids_exactly() -> None:
+    assert KeptEvents(3).new("op", {}).id < 2**53
 
 
 FUTURE = 4e9
