@@ -68,8 +68,8 @@ class FrontendLimits:
     """A stream of fleet events ends if its reader takes nothing for this long. Its socket's buffers are full by
     then."""
     token_stall_s: float = 600.0
-    """A stream of tokens ends if its reader takes nothing for this long. The reader may be busy with earlier tokens,
-    and occupies a place meanwhile."""
+    """A stream of tokens ends if its reader takes nothing for this long, and so does any connection that has bytes to
+    send. The reader may be busy with earlier tokens, and occupies a place meanwhile."""
 
 
 LIMITS = FrontendLimits()

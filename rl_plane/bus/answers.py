@@ -1,4 +1,4 @@
-"""Where an answer may go: every process of the plane that answers a message asks here."""
+"""The subject for the answer to a message: every process of the plane that answers asks here."""
 
 from __future__ import annotations
 
