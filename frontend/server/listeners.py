@@ -10,6 +10,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,7 @@ class Server(uvicorn.Server):
         if certificate is not None:
             config.ssl = certificate.context
         super().__init__(config)
+        self._handshake_s = limits.head_timeout_s
         self.accepting = asyncio.Event()
 
     @contextlib.contextmanager
@@ -285,5 +287,18 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
+        """Listens as uvicorn does. But uvicorn leaves a TLS handshake 60 s, and only then the connection counts."""
+        await self.lifespan.startup()
+        make = partial(
+            _Protocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        loop, secured = asyncio.get_running_loop(), self.config.ssl
+        handshake_s = self._handshake_s if secured is not None else None
+        self.servers = [
+            await loop.create_server(
+                make, sock=one, ssl=secured, backlog=BACKLOG, ssl_handshake_timeout=handshake_s
+            )
+            for one in sockets or ()
+        ]
+        self.started = True
         self.accepting.set()
