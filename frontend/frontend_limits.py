@@ -17,7 +17,7 @@ class FrontendLimits:
 
     head_timeout_s: float = 10.0
     """From the connection, or from the first byte of a further request, to the end of its head. Until then no key is
-    known. A client sends a head at once."""
+    known. A client sends a head at once. A TLS handshake before it has the same time."""
     connections: int = max(64, min(16_384, open_limit() * 3 // 8))
     """The bound of one listener. Both leave a quarter of the process's descriptors for everything else."""
     certificate_reload_s: float = 5.0
@@ -68,8 +68,8 @@ class FrontendLimits:
     """A stream of fleet events ends if its reader takes nothing for this long. Its socket's buffers are full by
     then."""
     token_stall_s: float = 600.0
-    """A stream of tokens ends if its reader takes nothing for this long. The reader may be busy with earlier tokens,
-    and occupies a place meanwhile."""
+    """A stream of tokens ends if its reader takes nothing for this long, and so does any connection that has bytes to
+    send. The reader may be busy with earlier tokens, and occupies a place meanwhile."""
 
 
 LIMITS = FrontendLimits()

@@ -19,6 +19,7 @@ from rl_plane._util import tracing
 from rl_plane._util.limited_log import LimitedLog
 from rl_plane._util.tasks import end_tasks
 from rl_plane._util.tracing import OFF, Span, TraceContext, within
+from rl_plane.bus.answers import answer_subject
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.token_stream import CREDIT_INTERVAL_S, Outbox, StreamSender
 from rl_plane.errors import EngineFailed, InvalidRequest, Overloaded, PlaneError, Unavailable
@@ -134,20 +135,21 @@ class GenerationService:
         try:
             body: dict[str, Any] = msgpack.unpackb(message.data)
             kind, stream_id = body["kind"], body["id"]
-            _check_message(body, message.reply)
+            inbox = answer_subject(message)
+            _check_message(body, inbox)
             credit = (int(body["consumed"]), int(body["have"]), bool(body["resend"])) if kind == "credit" else None
         except Exception:  # whatever the bytes make of the decoder
             self._malformed.warning("a malformed message on %s", message.subject)
             return
         if kind == "open":
-            await self._open(stream_id, body, message.reply, tracing.parent_in(message.headers))
+            await self._open(stream_id, body, inbox, tracing.parent_in(message.headers))
         elif credit is not None:
             sender = self._senders.get(stream_id)
             if sender is not None:
                 await sender.credit(*credit)
-            elif message.reply:
+            elif inbox:
                 with contextlib.suppress(nats.errors.Error):
-                    await self._bus.nc.publish(message.reply, GONE)
+                    await self._bus.nc.publish(inbox, GONE)
         elif kind == "abort" and (task := self._tasks.get(stream_id)):
             task.cancel()
 
@@ -266,7 +268,7 @@ def _check_message(body: dict[str, Any], reply: str) -> None:
     if body["kind"] != "open":
         return
     if not reply:
-        raise ValueError("no reply subject")
+        raise ValueError("no inbox for the reply")
     for name, kind in (("sequence", int), ("incarnation", str)):
         if body.get(name) is not None and type(body[name]) is not kind:
             raise ValueError(name)

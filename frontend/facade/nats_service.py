@@ -16,6 +16,7 @@ from frontend.facade.op_runner import OpRunner
 from frontend.frontend_limits import LIMITS
 from frontend.server.replies import error_body, to_json
 from rl_plane._util import tracing
+from rl_plane.bus.answers import answer_subject
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import InvalidRequest, PayloadTooLarge, PlaneError, Unavailable
 from rl_plane.fleet.fleet_call import ASKED_BY, CALLED_FROM, said
@@ -99,7 +100,8 @@ class FleetService:
 
     async def _serve(self, message: Msg) -> None:
         # A caller names the inbox of its own key, or gets no answer.
-        ASKED_BY.set(said(key_of_inbox(message.reply)))
+        inbox = answer_subject(message)
+        ASKED_BY.set(said(key_of_inbox(inbox)))
         if tracing.is_on() and message.headers:
             tracing.hear(message.headers.get(tracing.TRACEPARENT))
         start = time.monotonic()
@@ -112,8 +114,8 @@ class FleetService:
         except Exception:
             log.exception("%s on the fleet subject", head["op"])
             reply = error_body(PlaneError("an unexpected error; see the log"), time.monotonic() - start)
-        if message.reply:
-            await self._answer(message, {**head, **reply}, start)
+        if inbox:
+            await self._answer(message, inbox, {**head, **reply}, start)
 
     async def _run(self, data: bytes, head: dict[str, Any]) -> dict[str, Any]:
         wire = decode(data)
@@ -131,7 +133,7 @@ class FleetService:
         CALLED_FROM.set("a service on NATS")  # each message is a task with a context of its own
         return await self._calls.run(request.op, call_body(request), request.id)
 
-    async def _answer(self, message: Msg, reply: dict[str, Any], start: float) -> None:
+    async def _answer(self, message: Msg, inbox: str, reply: dict[str, Any], start: float) -> None:
         form = format_of(message.data)
         packed = to_json(reply) if form == "json" else encode(reply, form)
         limit = min(MAX_MESSAGE_BYTES, self._bus.nc.max_payload)
@@ -145,4 +147,4 @@ class FleetService:
             head = {key: reply[key] for key in ("v", "id", "op")}
             packed = encode({**head, **error_body(error, time.monotonic() - start)}, form)
         with contextlib.suppress(nats.errors.Error):  # a caller that lost its connection repeats the call
-            await self._bus.nc.publish(message.reply, packed)
+            await self._bus.nc.publish(inbox, packed)

@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from rl_plane._util.tasks import end_tasks
+from rl_plane.bus.answers import answer_subject
 from rl_plane.bus.connection import Bus, WrongSequence
 from rl_plane.errors import NotAdmitted, PlaneError, Unsupported
 from rl_plane.membership.view import MembershipView
@@ -147,7 +148,7 @@ class FrontendLease:
             reply = Reply(request.op, request.id, body=self._do(request))
         except PlaneError as error:
             reply = Reply(request.op, request.id, "error", error=error)
-        if message.reply:
+        if inbox := answer_subject(message):
             wire = {
                 **reply.to_wire(),
                 "instance_id": self.frontend_id,
@@ -155,7 +156,7 @@ class FrontendLease:
                 "elapsed_s": time.monotonic() - start,
             }
             with contextlib.suppress(nats.errors.Error):  # the coordinator gets no answer, and waits for the lease
-                await self._bus.nc.publish(message.reply, encode(wire, format_of(message.data)))
+                await self._bus.nc.publish(inbox, encode(wire, format_of(message.data)))
 
     def _do(self, request: Request) -> FollowedReply | AbortedReply:
         if request.op == "abort_requests":

@@ -10,10 +10,10 @@ import logging
 import socket
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import h11
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -87,10 +87,13 @@ class _Joined:
     """A transport that sends all writes of one turn of the loop together. A reply's head and its first event then share
     a packet. Sending is the largest cost of an event."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, stall_s: float) -> None:
+        """`stall_s`: a client that does not take what was written loses the connection after this time."""
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         self._waiting: list[bytes] = []
+        self._stall_s = stall_s
+        self._stalled: asyncio.TimerHandle | None = None
 
     def write(self, data: bytes) -> None:
         if not self._waiting:
@@ -106,13 +109,24 @@ class _Joined:
     def close(self) -> None:
         self._send()
         self._transport.close()
+        if self._transport.get_write_buffer_size():  # asyncio closes only after all of it is sent
+            self.begin_stall()
+
+    def begin_stall(self) -> None:
+        if self._stalled is None:
+            self._stalled = self._loop.call_later(self._stall_s, self._transport.abort)
+
+    def end_stall(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
 
 class _Heads:
-    """The connections of one listener that wait for the head of a request, the oldest first."""
+    """The connections of one listener from which the head of a request is due, the oldest first."""
 
     def __init__(self, limits: FrontendLimits) -> None:
         self.limits = limits
@@ -138,7 +152,8 @@ class _Protocol(H11Protocol):
         return heads
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(_Joined(transport))  # type: ignore[arg-type]
+        self._joined = _Joined(transport, self._heads.limits.token_stall_s)
+        super().connection_made(self._joined)  # type: ignore[arg-type]
         if len(self.connections) > self._heads.limits.connections:
             self._heads.closing.warning(
                 "a connection was closed, because this listener has %d already: let clients share connections, raise "
@@ -152,14 +167,26 @@ class _Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # h11 is idle until the head of the next request is complete.
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._heads.wait(self)
-        elif self.conn.their_state is not h11.IDLE:
+        if self.cycle is None:
+            return  # the first head is not complete
+        if not self.cycle.response_complete:
             self._heads.end(self)
+        elif not self.transport.is_closing():
+            # Any byte ends uvicorn's timer, also a byte of the last request's body or of the next head.
+            self._heads.wait(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._joined.begin_stall()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._joined.end_stall()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._heads.end(self)
+        self._joined.end_stall()
         super().connection_lost(exc)
 
     def close_silent(self) -> None:
@@ -252,6 +279,7 @@ class Server(uvicorn.Server):
         if certificate is not None:
             config.ssl = certificate.context
         super().__init__(config)
+        self._handshake_s = limits.head_timeout_s
         self.accepting = asyncio.Event()
 
     @contextlib.contextmanager
@@ -259,5 +287,18 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
+        """Listens as uvicorn does. But uvicorn leaves a TLS handshake 60 s, and only then the connection counts."""
+        await self.lifespan.startup()
+        make = partial(
+            _Protocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        loop, secured = asyncio.get_running_loop(), self.config.ssl
+        handshake_s = self._handshake_s if secured is not None else None
+        self.servers = [
+            await loop.create_server(
+                make, sock=one, ssl=secured, backlog=BACKLOG, ssl_handshake_timeout=handshake_s
+            )
+            for one in sockets or ()
+        ]
+        self.started = True
         self.accepting.set()

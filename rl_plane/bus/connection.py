@@ -487,10 +487,7 @@ class Bus:
         reply = await self._ask(bucket, "STREAM.MSG.GET", {"last_by_subj": bucket.key(key)})
         if reply is None:
             return None
-        message = reply["message"]
-        headers = _headers(base64.b64decode(message.get("hdrs", "")))
-        value = None if is_marker(headers) else base64.b64decode(message.get("data", ""))
-        return Entry(key, value, message["seq"], headers.get("Nats-Marker-Reason") == "MaxAge")
+        return _entry(bucket, reply["message"])
 
     async def last_sequence(self, bucket: KeyValueBucket) -> int:
         """Reads the stream's last sequence from the leader."""
@@ -527,7 +524,7 @@ class Bus:
     async def read_keys(self, bucket: KeyValueBucket, keys: str) -> tuple[list[Entry], int]:
         """Reads the newest message of every matching key, in order, and the sequence up to which they are complete."""
         while True:
-            entries = await self._batch_get(bucket, keys)
+            entries = await self._read_all(bucket, keys)
             top = entries[-1].sequence if entries else 0
             last = await self.last_sequence(bucket)
             # A lagging replica may have answered, and expired markers leave holes at the end. The answer is complete
@@ -538,10 +535,26 @@ class Bus:
     async def list_keys(self, bucket: KeyValueBucket, keys: str) -> list[Entry]:
         """Reads the newest message of every matching key, as complete as the leader had them at the call."""
         while True:
-            entries = await self._batch_get(bucket, keys)
+            entries = await self._read_all(bucket, keys)
             top = entries[-1].sequence if entries else 0
             if not await self._has_message_from(bucket, top + 1, keys):  # else a lagging replica has answered
                 return entries
+
+    async def _read_all(self, bucket: KeyValueBucket, keys: str) -> list[Entry]:
+        try:
+            return await self._batch_get(bucket, keys)
+        except PermissionDenied:  # a worker's or a service's key: see `bus/roles.py`
+            return await self._one_by_one(bucket, keys)
+
+    async def _one_by_one(self, bucket: KeyValueBucket, keys: str) -> list[Entry]:
+        entries: list[Entry] = []
+        while True:
+            start = entries[-1].sequence + 1 if entries else 1
+            ask = {"seq": start, "next_by_subj": bucket.key(keys)}
+            reply = await self._ask(bucket, "STREAM.MSG.GET", ask)
+            if reply is None:
+                return entries
+            entries.append(_entry(bucket, reply["message"]))
 
     async def _batch_get(self, bucket: KeyValueBucket, keys: str) -> list[Entry]:
         entries: list[Entry] = []
@@ -592,6 +605,14 @@ def _headers(block: bytes) -> dict[str, str]:
     """Parses the headers of a stored message: the line `NATS/1.0`, then one line for each header."""
     pairs = (line.partition(":") for line in block.decode().split("\r\n")[1:] if line)
     return {name: value.strip() for name, _, value in pairs}
+
+
+def _entry(bucket: KeyValueBucket, message: dict[str, Any]) -> Entry:
+    """The entry of a message as STREAM.MSG.GET answers it."""
+    key = message["subject"][len(bucket.key("")) :]
+    headers = _headers(base64.b64decode(message.get("hdrs", "")))
+    value = None if is_marker(headers) else base64.b64decode(message.get("data", ""))
+    return Entry(key, value, message["seq"], headers.get("Nats-Marker-Reason") == "MaxAge")
 
 
 def is_marker(headers: dict[str, str] | None) -> bool:

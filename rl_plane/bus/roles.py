@@ -148,6 +148,7 @@ def _worker(fleet: Subjects, instance_id: str) -> Permissions:
             state.feed(LOCK),
             state.feed(RECORD),
         ],
+        deny_publish=_copies(fleet),
         answers=True,
     )
 
@@ -159,7 +160,7 @@ def _watching(fleet: Subjects) -> list[str]:
 
 def _reading(fleet: Subjects) -> list[str]:
     buckets = (fleet.members.stream, fleet.state.stream)
-    calls = ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET")
+    calls = ("STREAM.INFO", "STREAM.MSG.GET")
     return [
         fleet.read("*"),
         fleet.generate("*"),
@@ -171,6 +172,7 @@ def _reading(fleet: Subjects) -> list[str]:
 def _steering(fleet: Subjects) -> list[str]:
     return [
         *_reading(fleet),
+        *(f"{JS}.DIRECT.GET.{stream}" for stream in (fleet.members.stream, fleet.state.stream)),
         fleet.rl_direct("*"),
         fleet.frontend("*"),
         fleet.fleet,
@@ -186,6 +188,13 @@ def _objects(fleet: Subjects) -> list[str]:
     """The subjects of the transport object_store. NATS has no pattern for a part of a stream's name."""
     calls = ("INFO.*", "LIST", "CREATE.*", "UPDATE.*", "DELETE.*")
     return [fleet.objects, *(f"{JS}.STREAM.{call}" for call in calls)]
+
+
+def _copies(fleet: Subjects) -> list[str]:
+    """DIRECT.GET sends the bytes of an entry to any subject that the request names. A worker could so write its own
+    registration as the record, and a service could do it for the worker. STREAM.MSG.GET sends JSON."""
+    buckets = (fleet.members.stream, fleet.state.stream, fleet.offers.stream, fleet.events.stream)
+    return [f"{JS}.DIRECT.GET.{stream}" for stream in buckets]
 
 
 def _kept_streams(fleet: Subjects) -> list[str]:

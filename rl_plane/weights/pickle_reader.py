@@ -280,7 +280,7 @@ class _Reader:
         state, record = self._pop(), self._top()
         if type(record) is not Record or type(state) is not dict:
             raise UnreadablePickle(f"a state for {kind_of(record)}")
-        if record.fields or sorted(state) != sorted(record.of.fields or ()):
+        if record.fields or state.keys() != set(record.of.fields or ()):
             raise UnreadablePickle(f"a {record.of} with other attributes than its own")
         record.fields = dict(state)
 

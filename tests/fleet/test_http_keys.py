@@ -271,6 +271,16 @@ async def test_both_listeners_speak_https_and_take_a_new_certificate(plane: Plan
         assert "SSL_CERT_FILE" in raised.value.facts["fix"]
 
 
+async def test_a_tls_handshake_that_does_not_begin_ends(plane: Plane, tmp_path: Path) -> None:
+    issuer = Issuer(tmp_path)
+    files = {"https_cert": issuer.certificate, "https_key": issuer.key}
+    async with listeners_of(plane, admin_key="k", limits=FrontendLimits(head_timeout_s=0.2), **files) as urls:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(urls["rl_url"]).port)
+        async with asyncio.timeout(BOUND_S):
+            assert await reader.read() == b""
+        writer.close()
+
+
 @pytest.mark.parametrize(
     ("broken", "field"),
     [("missing", "https_key"), ("readable", "https_key"), ("other", "https_cert"), ("alone", "https_key")],

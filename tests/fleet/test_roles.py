@@ -15,11 +15,23 @@ import pytest
 from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
 from rl_plane.bus.credentials import NatsCredentials
 from rl_plane.bus.key_folder import KeyFolder
+from rl_plane.bus.roles import ROLES, Role
 from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, PermissionDenied, Unauthorized
+from rl_plane.protocol.record import DecisionRecord
 from tests.support.paths import ROOT
-from tests.support.role_walk import ANOTHER, FLEET, as_markdown, server_with_keys, table_of_docs, walk
+from tests.support.role_walk import (
+    ANOTHER,
+    FLEET,
+    OWN,
+    WRITTEN,
+    as_markdown,
+    foreign_answers,
+    server_with_keys,
+    table_of_docs,
+    walk,
+)
 
 WALKED = "<!-- made by `python -m tests.support.role_walk` -->"
 
@@ -96,6 +108,45 @@ async def test_a_worker_cannot_empty_the_state_by_a_header(server: NatsServer, f
         entry = await frontend.get(FLEET.state, "record")
         assert entry is not None
         assert entry.value == b"the record"
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_no_answer_brings_what_a_worker_has_written_to_the_record(folder: KeyFolder, role: Role) -> None:
+    own = folder.add("worker", OWN)
+    keys = {key.name: key for key in folder.known()}
+    key = own if role == "worker" else keys[role]
+    with server_with_keys(folder) as server:
+        changed = await foreign_answers(server.url, folder, key, own)
+    copied = [call for call, record in changed.items() if WRITTEN in record]
+    if role in ("worker", "service"):
+        assert copied == []
+    else:
+        assert copied, "a role that may write the record shows that the walk sees a copy"
+    for call, record in changed.items():
+        with pytest.raises(ValueError, match=r"."):
+            DecisionRecord.decode(record)
+        assert call
+
+
+async def test_a_service_and_a_worker_read_all_entries_without_a_batch(
+    server: NatsServer, folder: KeyFolder
+) -> None:
+    async with connected(server, folder, "frontend") as frontend:
+        for bucket in (FLEET.members, FLEET.offers):
+            await frontend.ensure_bucket(bucket)
+        keys = [f"w.{number:016x}" for number in range(3)]
+        for key in keys:
+            await frontend.put(FLEET.members, key, key.encode())
+        await frontend.purge(FLEET.members, keys[1], await frontend.last_sequence(FLEET.members) - 1)
+        entries, last = await frontend.read_keys(FLEET.members, "w.*")
+        assert [entry.value for entry in entries] == [keys[0].encode(), keys[2].encode(), None]
+        async with connected(server, folder, "service") as service:
+            assert await service.read_keys(FLEET.members, "w.*") == (entries, last)
+        async with connected(server, folder, "worker") as worker:
+            for number in range(3):
+                await worker.put(FLEET.offers, f"{number:016x}", b"an offer")
+            offers = await worker.list_keys(FLEET.offers, ">")
+            assert [entry.key for entry in offers] == [f"{number:016x}" for number in range(3)]
 
 
 # ---- denied requests ----

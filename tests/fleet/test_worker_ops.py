@@ -253,3 +253,28 @@ async def test_a_delta_names_the_version_that_it_changes(raw: Raw) -> None:
         )
     assert reply["error"]["code"] == "invalid_request"
     assert reply["error"]["field"] == "base"
+
+
+async def test_a_worker_answers_in_inboxes_alone(raw: Raw) -> None:
+    """NATS does not check whether a client may write to the subject that its message names for the answer."""
+    subjects, one = raw.subjects, raw.ids[0]
+    heard: list[str] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.subject)
+
+    subscription = await raw.nc.subscribe("elsewhere.>", cb=hear)
+    request = {"prompt_token_ids": [5], "max_tokens": 1, "ignore_eos": True}
+    opening = {"kind": "open", "id": "foreign", "request": request}
+    credit = {"kind": "credit", "id": "gone", "consumed": 0, "have": 0, "resend": False}
+    for number, message in enumerate((opening, credit)):
+        await raw.nc.publish(subjects.generate(one), msgpack.packb(message), reply=f"elsewhere.generate{number}")
+    for subject in (subjects.rl, subjects.rl_direct(one), subjects.read(one)):
+        await raw.nc.publish(subject, b'{"op":"ping"}', reply=f"elsewhere.{subject}")
+    gone = await raw.request(msgpack.packb(credit), subjects.generate(one))
+    assert msgpack.unpackb(gone) == {"gone": True}
+    for instance_id in raw.ids:  # each worker answers in order: an answer elsewhere would come before this one
+        for subject in (subjects.rl_direct(instance_id), subjects.read(instance_id)):
+            assert (await raw.json(subject, op="ping"))["status"] == "ok"
+    await subscription.unsubscribe()
+    assert heard == []

@@ -8,6 +8,7 @@ prints the table of docs/security.md.
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ OWN = "own-worker"
 """The worker's key of the walk, which belongs to one worker."""
 ANOTHER = "f" * 16
 """The instance id of another worker."""
+TURNS = 20
+"""Round trips to JetStream, in which an answer to the call before them has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,63 @@ async def may(url: str, folder: KeyFolder, key: KnownKey, walked: list[Walked]) 
     finally:
         await bus.close()
     return found
+
+
+WRITTEN = b"what a worker has written"
+DECIDED = b"what a coordinator has decided"
+CALLS = (
+    "DIRECT.GET.{0}",
+    "DIRECT.GET.{0}.{1}",
+    "STREAM.MSG.GET.{0}",
+    "STREAM.INFO.{0}",
+    "CONSUMER.CREATE.{0}",
+    "CONSUMER.CREATE.{0}.copies.{1}",
+    "CONSUMER.DURABLE.CREATE.{0}.copies",
+)
+"""The calls of JetStream whose answer could be an entry. {0} is the stream, {1} the entry's subject."""
+
+
+async def foreign_answers(url: str, folder: KeyFolder, key: KnownKey, own: KnownKey) -> dict[str, bytes]:
+    """Makes each of these calls with this key, about the entries that a worker has written, and names the record's
+    subject for the answer. NATS does not check that subject. Call → the record after it, if it has changed. `own`: the
+    key of the worker."""
+    assert own.instance_id is not None
+
+    async def connected(name: str) -> Bus:
+        return await Bus.connect(url, name, credentials=NatsCredentials(nkey=folder.seed_of(name)))
+
+    record, changed = FLEET.state.key("record"), {}
+    frontend, worker, caller = [await connected(name) for name in ("frontend", own.name, key.name)]
+    try:
+        for bucket in (FLEET.members, FLEET.state, FLEET.offers):
+            await frontend.ensure_bucket(bucket)
+        members, offers = FLEET.members, FLEET.offers
+        for bucket, name in ((members, f"w.{own.instance_id}"), (offers, own.instance_id)):
+            await worker.put(bucket, name, WRITTEN)
+            for call in CALLS:
+                subject = call.format(bucket.stream, bucket.key(name))
+                ask: dict[str, object] = {"last_by_subj": bucket.key(name)}
+                if "CONSUMER" in call:
+                    settings = {
+                        "deliver_subject": record,
+                        "ack_policy": "none",
+                        "filter_subject": bucket.key(name),
+                    }
+                    if "copies" in call:
+                        settings["name"] = "copies"
+                    ask = {"stream_name": bucket.stream, "config": settings}
+                body = b"" if call == "DIRECT.GET.{0}.{1}" else json.dumps(ask).encode()
+                await frontend.put(FLEET.state, "record", DECIDED)
+                await caller.nc.publish(f"$JS.API.{subject}", body, reply=record)
+                for _ in range(TURNS):
+                    await caller.last_sequence(FLEET.state)
+                entry = await frontend.get(FLEET.state, "record")
+                if entry is not None and entry.value != DECIDED:
+                    changed[subject] = entry.value or b""
+    finally:
+        for bus in (frontend, worker, caller):
+            await bus.close()
+    return changed
 
 
 async def _ignore(message: object) -> None:

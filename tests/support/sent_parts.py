@@ -36,7 +36,7 @@ class _Reader:
         assert self._service is not None, "the service listens"
         client: Any = self
         data = msgpack.packb({"id": REQUEST_ID, **body})
-        await self._service(Msg(client, SUBJECT, reply="inbox.key", data=data))
+        await self._service(Msg(client, SUBJECT, reply="_INBOX.a.key", data=data))
 
     async def publish(self, subject: str, data: bytes) -> None:
         message = msgpack.unpackb(data)

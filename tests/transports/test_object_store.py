@@ -19,6 +19,7 @@ from rl_plane.errors import (
     InvalidRequest,
     InvalidWeights,
     PlaneError,
+    Unauthorized,
     Unavailable,
     UpdateAborted,
 )
@@ -408,6 +409,9 @@ def test_an_object_crosses_a_server_with_small_messages_and_a_password(tmp_path:
         delivery.close()
         with pytest.raises(ConnectionError, match="Authorization"):
             NatsSocket(server.url, "test", 5)
+        with pytest.raises(Unauthorized, match="wants a key") as stays_out:  # at once: it is no outage
+            ObjectStoreSender(server.url, "n", "c", outage_s=600).open(manifest)
+        assert "--nats-nkey" in stays_out.value.facts["fix"]
     finally:
         server.stop()
 

@@ -26,6 +26,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from rl_plane._util.tasks import end_tasks
+from rl_plane.bus.answers import answer_subject
 from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.scatter import Gather, Missing
@@ -266,12 +267,13 @@ class NodeLink(ABC):
         except Exception as error:
             log.exception("a message of another node")
             reply = {"error": EngineFailed(f"{type(error).__name__}: {error}").to_wire()}
-        if message.reply:
+        if (inbox := answer_subject(message)) and self._bus is not None:
+            try:
+                packed = pack(reply)
+            except PayloadTooLarge as error:
+                packed = pack({"error": error.to_wire()})
             with contextlib.suppress(nats.errors.Error):
-                try:
-                    await message.respond(pack(reply))
-                except PayloadTooLarge as error:
-                    await message.respond(pack({"error": error.to_wire()}))
+                await self._bus.nc.publish(inbox, packed)
 
     @abstractmethod
     def _handlers(self) -> Mapping[str, Handler]:

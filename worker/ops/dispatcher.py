@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from rl_plane._util import tracing
 from rl_plane._util.tracing import OFF, Span
+from rl_plane.bus.answers import answer_subject
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import (
     DeadlineExceeded,
@@ -245,7 +246,7 @@ class Dispatcher:
         _note_answer(span, reply)
         outcome = reply.status if reply.error is None else type(reply.error).code
         self.answers[reply.op if reply.op in OPS else "other", outcome] += 1
-        if not message.reply:
+        if not (inbox := answer_subject(message)):
             return
         data = encode(reply.to_wire(), form)
         if len(data) > MAX_MESSAGE_BYTES:
@@ -254,7 +255,7 @@ class Dispatcher:
             )
             data = encode(self._failed(Request(reply.op, id=reply.id), time.monotonic(), failure).to_wire(), form)
         try:
-            await bus.nc.publish(message.reply, data)
+            await bus.nc.publish(inbox, data)
         except nats.errors.Error:
             pass  # the caller times out, or asks again after its own reconnect
 

@@ -118,7 +118,11 @@ async def store_tensors(
     def store() -> dict[str, Any]:
         manifest = Manifest(pack(((name, one.spec) for name, one in tensors.items()), BUCKET_BYTES), raw)
         sender = ObjectStoreSender(
-            client.bus.url, client.namespace, client.component, publisher=f"sglang-{publisher}"
+            client.bus.url,
+            client.namespace,
+            client.component,
+            publisher=f"sglang-{publisher}",
+            credentials=client.bus.credentials,
         )
         try:
             transport = sender.open(manifest)

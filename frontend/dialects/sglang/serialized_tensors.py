@@ -268,7 +268,7 @@ class _Element:
         return first
 
     def _bucket(self, value: Any) -> Iterator[tuple[Any, SharedTensor]]:
-        if type(value) is not dict or sorted(value) != ["flattened_tensor", "metadata"]:
+        if type(value) is not dict or value.keys() != {"flattened_tensor", "metadata"}:
             raise UnreadablePickle(f"{kind_of(value)} that is no flattened bucket")
         whole, metadata = value["flattened_tensor"], value["metadata"]
         if type(whole) is not SharedTensor or len(whole.spec.shape) != 1 or whole.strides is not None:

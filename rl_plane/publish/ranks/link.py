@@ -36,6 +36,10 @@ SEND_S = 30.0
 """The time for one message in seconds. A rank reads each message at once, unless its process hangs."""
 HELLO_S = 10.0
 """The time in seconds in which a new connection must prove which rank it is."""
+MAX_HELLO_BYTES = 1024
+"""A hello has about 90 bytes."""
+STRANGERS = 64
+"""The most connections without a proof beyond the trainer's ranks, which may all come at once. The oldest is closed."""
 SECRET_BYTES = 16
 BEGIN = 0
 """The call of the first message of a version, by which a rank begins it without a command."""
@@ -126,7 +130,15 @@ class _Beats:
 class LeadLink:
     """Rank 0's end of all connections. Used by one thread at a time, but for `tell`."""
 
-    def __init__(self, host: str, ranks: int, limits: PublishLimits) -> None:
+    def __init__(
+        self,
+        host: str,
+        ranks: int,
+        limits: PublishLimits,
+        *,
+        hello_s: float = HELLO_S,
+        strangers: int = STRANGERS,
+    ) -> None:
         self.ranks = ranks
         self.limits = limits
         self.step = 0
@@ -135,6 +147,10 @@ class LeadLink:
         self._listener = listen_at(host)
         not_for_children.add(self._listener)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._hello_s = hello_s
+        self._most_strangers = ranks + strangers
+        self._strangers: dict[socket.socket, None] = {}
+        """The connections that have not proved their rank yet, the oldest first."""
         self._lines: dict[int, Line] = {}
         self._unheard: dict[int, dict[str, Any]] = {}
         """The last command for each rank that has not connected yet."""
@@ -144,26 +160,57 @@ class LeadLink:
         threading.Thread(target=self._accept, name="rl-plane-ranks", daemon=True).start()
 
     def _accept(self) -> None:
-        """Accepts the other ranks, then stops to listen."""
+        """Accepts connections until `_stop_listening`. Each has a thread of its own until it has proved its rank, so
+        that silent strangers delay no rank."""
         with self._listener, contextlib.suppress(OSError):
-            while len(self._lines) < self.ranks - 1:
+            while True:
                 connection, _ = self._listener.accept()
-                try:
-                    hello = read_frame(connection, within_s=HELLO_S)
-                    rank = hello.get("rank")
-                    if type(rank) is not int or not 0 < rank < self.ranks or rank in self._lines:
-                        raise ValueError("no rank of this trainer")
-                    if not hmac.compare_digest(str(hello.get("proof")), proof_of(self.secret, rank)):
-                        raise ValueError("it does not know the secret")
-                except (OSError, EOFError, ValueError):
-                    connection.close()
-                    continue
                 with self._changed:
-                    line = self._lines[rank] = Line(connection, f"rank {rank}", self._heard_from(rank))
-                    unheard = self._unheard.pop(rank, None)
-                    self._changed.notify_all()
-                if unheard is not None:
-                    line.send(unheard)
+                    self._strangers[connection] = None
+                    if len(self._strangers) > self._most_strangers:
+                        oldest = next(iter(self._strangers))
+                        del self._strangers[oldest]
+                        _hang_up(oldest)
+                threading.Thread(
+                    target=self._greet, args=(connection,), name="rl-plane-ranks", daemon=True
+                ).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Takes a connection as a rank's, or closes it."""
+        try:
+            rank = self._proved(read_frame(connection, MAX_HELLO_BYTES, within_s=self._hello_s))
+        except (OSError, EOFError, ValueError):
+            rank = None
+        with self._changed:
+            if connection not in self._strangers or rank is None or rank in self._lines:
+                self._strangers.pop(connection, None)
+                connection.close()
+                return
+            del self._strangers[connection]
+            line = self._lines[rank] = Line(connection, f"rank {rank}", self._heard_from(rank))
+            unheard = self._unheard.pop(rank, None)
+            whole = len(self._lines) == self.ranks - 1
+            self._changed.notify_all()
+        if unheard is not None:
+            line.send(unheard)
+        if whole:
+            self._stop_listening()
+
+    def _proved(self, hello: dict[str, Any]) -> int | None:
+        """The rank of a hello. None: the hello does not prove that it is a rank of this trainer."""
+        rank = hello.get("rank")
+        if type(rank) is not int or not 0 < rank < self.ranks:
+            return None
+        proof = str(hello.get("proof")).encode()
+        return rank if hmac.compare_digest(proof, proof_of(self.secret, rank).encode()) else None
+
+    def _stop_listening(self) -> None:
+        _hang_up(self._listener)
+        self._listener.close()
+        with self._changed:
+            for stranger in self._strangers:
+                _hang_up(stranger)  # its thread closes it
+            self._strangers.clear()
 
     def _heard_from(self, rank: int) -> Callable[[Line, dict[str, Any]], None]:
         def heard(line: Line, message: dict[str, Any]) -> None:
@@ -268,10 +315,8 @@ class LeadLink:
 
     def close(self) -> None:
         self._beats.stop()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for line in self._lines.values():
+        self._stop_listening()
+        for line in list(self._lines.values()):
             line.end()
 
 
@@ -341,6 +386,11 @@ class FollowingRankLink:
     def close(self) -> None:
         self._beats.stop()
         self._line.end()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def proof_of(secret: str, rank: object) -> str:

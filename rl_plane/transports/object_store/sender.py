@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, TypeVar
 
+from rl_plane.bus.connect_errors import why_refused
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S, WRONG_LAST_SEQUENCE
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.entries import decoded
@@ -289,7 +290,7 @@ class ObjectStoreSender(Sender):
         progress: Callable[[], int] = lambda: 0,
     ) -> T:
         """Runs `work`, again on a new connection if one breaks. Raises BusUnreachable after `outage_s` without
-        progress."""
+        progress, and Unauthorized at once if the server does not let this process in."""
         give_up, reached, again, closed = time.monotonic() + self._outage_s, progress(), False, self._closed
         while True:
             try:
@@ -301,6 +302,11 @@ class ObjectStoreSender(Sender):
                 self._drop()
                 if self._closed != closed:
                     raise Unavailable("the sender was closed") from error
+                where = self._url.rpartition("@")[2]  # without a password
+                if (
+                    stays_out := why_refused(error, where, self._credentials.load(), self._credentials)
+                ) is not None:
+                    raise stays_out from error
                 if progress() > reached:
                     give_up, reached = time.monotonic() + self._outage_s, progress()
                 if time.monotonic() > give_up:

@@ -42,6 +42,13 @@ MUTANTS = 10_000
 SEED = 20261127
 
 
+UNSORTABLE = b"}(\x8c\x05torch\x8c\x07float32\x93K\x01\x8c\x01aK\x02u"
+"""A map whose keys are a dtype and a text."""
+LOCAL = (
+    b"\x8c\x40sglang.srt.model_executor.model_runner_components.weight_updater\x8c\x15LocalSerializedTensor\x93"
+)
+
+
 def refusal(data: bytes, load_format: str | None = None) -> PlaneError:
     with forbidden_to_run(), pytest.raises(PlaneError) as caught:
         read_shared([data], load_format)
@@ -211,6 +218,8 @@ def test_an_impossible_tensor_is_refused(what: str) -> None:
         (b"\x80\x04t.", None, "closes a mark"),
         (b"\x80\x04}K\x01K\x01s.", None, "as a key"),
         (b"\x80\x04\x8c\x01\xff.", None, "UTF-8"),
+        (b"\x80\x04" + UNSORTABLE + b".", "flattened_bucket", "no flattened bucket"),
+        (b"\x80\x04" + LOCAL + b")\x81" + UNSORTABLE + b"b.", None, "other attributes"),
     ],
 )
 def test_a_malformed_pickle_is_refused_with_the_reason(data: bytes, load_format: str | None, words: str) -> None:

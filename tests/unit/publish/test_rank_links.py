@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from contextlib import ExitStack, closing
+from typing import Any
 
+import pytest
+
+from rl_plane._util.framing import send_frame
 from rl_plane.publish.publish_options import PUBLISH_LIMITS
-from rl_plane.publish.ranks.link import FollowingRankLink, LeadLink
+from rl_plane.publish.ranks.link import FollowingRankLink, LeadLink, proof_of
+
+COMMAND = {"version": 1, "call": 1, "op": "end", "body": {"error": None}}
+BOUND_S = 20.0
+
+
+def comes(stack: ExitStack, lead: LeadLink, number: int) -> FollowingRankLink:
+    """Connects a rank, which gets the command that waits for it."""
+    lead.tell(number, COMMAND)
+    rank = FollowingRankLink(lead.address, lead.secret, number, PUBLISH_LIMITS)
+    stack.enter_context(closing(rank))
+    assert rank.next_command(1) == COMMAND
+    return rank
+
+
+def ended(connection: socket.socket) -> bool:
+    connection.settimeout(BOUND_S)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def test_a_rank_that_connects_after_the_outcome_still_learns_it() -> None:
@@ -17,3 +43,51 @@ def test_a_rank_that_connects_after_the_outcome_still_learns_it() -> None:
         rank = FollowingRankLink(lead.address, lead.secret, 1, PUBLISH_LIMITS)
         stack.enter_context(closing(rank))
         assert rank.next_command(1) == end
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"rank": 1, "proof": "é"},
+        {"rank": 1, "proof": 5},
+        {"rank": 1},
+        {"rank": True, "proof": proof_of("", True)},
+        {"rank": 2, "proof": proof_of("", 2)},
+        {"rank": 1, "proof": "x" * 2000},
+        [1],
+        {1: 2},
+    ],
+)
+def test_a_rank_still_comes_after_a_wrong_hello_of_a_stranger(hello: Any) -> None:
+    with ExitStack() as stack:
+        lead = stack.enter_context(closing(LeadLink("127.0.0.1", 2, PUBLISH_LIMITS)))
+        stranger = stack.enter_context(socket.create_connection(lead.address))
+        send_frame(stranger, hello)
+        assert ended(stranger)
+        comes(stack, lead, 1)
+
+
+def test_silent_strangers_delay_no_rank_and_are_bounded() -> None:
+    with ExitStack() as stack:
+        lead = stack.enter_context(closing(LeadLink("127.0.0.1", 3, PUBLISH_LIMITS, hello_s=600, strangers=4)))
+        silent = [stack.enter_context(socket.create_connection(lead.address)) for _ in range(9)]
+        assert ended(silent[0]), "the oldest makes room"
+        comes(stack, lead, 1)
+        comes(stack, lead, 2)
+        for each in silent:
+            assert ended(each), "rank 0 does not listen after all ranks have come"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(lead.address)
+
+
+def test_many_ranks_come_at_once() -> None:
+    with ExitStack() as stack:
+        lead = stack.enter_context(closing(LeadLink("127.0.0.1", 60, PUBLISH_LIMITS)))
+        threads = [threading.Thread(target=comes, args=(stack, lead, rank)) for rank in range(1, 60)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        lead.check()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(lead.address)

@@ -61,7 +61,7 @@ class Asked:
         await self.dispatcher.listen(self._bus, SUBJECTS)
         subject = SUBJECTS.rl_direct(INSTANCE)
         request = {"op": op, "body": body, "timeout_ms": timeout_ms, "fence": 1, "incarnation": INCARNATION}
-        message: Any = Msg(self._bus.nc, subject, reply="r", data=json.dumps(request).encode())
+        message: Any = Msg(self._bus.nc, subject, reply="_INBOX.r", data=json.dumps(request).encode())
         await self._callbacks[subject](message)
 
     async def answer(self) -> dict[str, Any]:
