@@ -24,6 +24,11 @@ QWEN_BROKEN = '<tool_call>["a"]</tool_call>'
 """The broken texts raise an error in the parser."""
 
 
+PYTHONIC_CALL = '[look(place="here", far=True), look(place="there")]'
+PYTHONIC_ENDLESS = "[A(A=" + "\t)A(A=,\t" * 60
+"""The pattern of SGLang's parser would search this text for years."""
+
+
 class NoProcess:
     """Stands in for an engine's processes, which are not to start."""
 
@@ -139,3 +144,18 @@ async def test_sglangs_parsers_survive_broken_texts_and_refuse_bad_input(tmp_pat
     await _check_refused(_of_sglang(model, "none such"))
     await _check_tools(_of_sglang(model, "hermes", starts=True))
     await _check_broken(_of_sglang(model, "qwen", starts=True), model, QWEN_BROKEN, QWEN_CALL)
+
+
+@pytest.mark.engines("sglang")
+async def test_a_text_that_sglangs_pattern_searches_for_ever_stays_a_text(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", 0)
+    engine = _of_sglang(model, "pythonic", starts=True)
+    await engine.start()
+    tokenizer = load_tokenizer(model)
+    tokens = tokenizer.encode(PYTHONIC_ENDLESS)
+    reply = await engine.parse_tool_calls(tokens, [SAMPLE_TOOL])
+    assert (reply["content"], reply["calls"]) == (tokenizer.decode(tokens, skip_special_tokens=True), [])
+    reply = await engine.parse_tool_calls(tokenizer.encode(PYTHONIC_CALL), [SAMPLE_TOOL])
+    assert [call["name"] for call in reply["calls"]] == ["look", "look"]
+    reply = await engine.parse_tool_calls(tokenizer.encode("No call [1] here."), [SAMPLE_TOOL])
+    assert reply["calls"] == []
