@@ -28,6 +28,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import api
 
+from rl_plane._util.limited_log import LimitedLog
 from rl_plane.bus.connect_errors import refusal_of, why_refused
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.nats_client import NatsClient
@@ -170,6 +171,7 @@ class Bus:
         self._denied: PermissionDenied | None = None
         """The first subscription that NATS has refused since the last flush."""
         self._last_refusal = ""
+        self._losses = LimitedLog(log)
         self._lost_at: float | None = None
         """Monotonic seconds of the loss of the connection. None: it is there."""
 
@@ -249,7 +251,7 @@ class Bus:
     async def _disconnected(self) -> None:
         if not self.nc.is_closed:  # a `close` is no loss
             self._lost_at = time.monotonic()
-            log.warning("%s: the connection to NATS is lost; reconnecting", self.name)
+            self._losses.warning("%s: the connection to NATS is lost; reconnecting", self.name)
 
     async def _reconnected(self) -> None:
         self._lost_at = None

@@ -13,6 +13,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.transport import TcpTransport, WebSocketTransport
 
+from rl_plane._util.limited_log import LimitedLog
 from rl_plane.bus.connect_errors import NO_TLS
 from rl_plane.bus.credentials import Login, NatsCredentials
 from rl_plane.errors import InvalidRequest
@@ -33,6 +34,7 @@ class NatsClient(Client):  # type: ignore[misc]  # nats-py has no types
         self._credentials = credentials
         self._login = login
         self._wants_tls = wants_tls
+        self._warnings = LimitedLog(log)
         self.unread: InvalidRequest | None = None
         """Why the last connection could not read the credentials again. None: it could."""
         self._inbox_prefix = bytearray(login.inbox.encode())
@@ -91,7 +93,7 @@ class NatsClient(Client):  # type: ignore[misc]  # nats-py has no types
             await super()._process_err(err_msg)
             return
         words = err_msg.strip("'")
-        log.warning("NATS has ended a connection: %s", words)
+        self._warnings.warning("NATS has ended a connection: %s", words)
         error = nats.errors.Error(f"nats: {words}")
         await self._error_cb(error)
         await self._process_op_err(error)
