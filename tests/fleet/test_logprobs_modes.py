@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
 from tests.support.dialect_facade import facade, fine, refused
-from tests.support.frontend_process import PROMPT, ask, error_of, http
+from tests.support.frontend_process import PROMPT, ask, error_of, http, until_running
 
 __all__ = ["http"]
 
@@ -46,6 +47,21 @@ async def test_workers_of_two_modes_serve_only_requests_without_logprobs(
     raw.process.wait(30)
     (choice,) = (await ask(http, max_tokens=2, logprobs=1))["choices"]
     assert choice["instance_id"] == other.instance_id
+
+
+async def test_a_choice_is_not_continued_by_a_worker_of_another_mode(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    raw = plane.spawn(token_delay_s=0.02)
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 4000, "logprobs": 1, "migrate": True}
+    running = asyncio.create_task(http.post("/v1/completions", json=body))
+    await until_running(plane, await plane.client(), raw.instance_id, 1)
+    plane.spawn(logprobs_mode=PROCESSED)
+    raw.process.kill()
+    raw.process.wait(30)
+    error = error_of(await running, 409)
+    assert error["code"] == "conflict"
+    assert error["partial"]
 
 
 async def test_vllms_server_information_has_the_mode_of_the_workers(plane: Plane) -> None:
