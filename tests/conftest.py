@@ -172,6 +172,7 @@ class Plane:
         weight_urls: Sequence[str] = (),
         metrics: Mapping[str, Any] | None = None,
         task: str = "generate",
+        logprobs_mode: str = "raw_logprobs",
         dtype: str | None = None,
         **engine_args: Any,
     ) -> Spawned:
@@ -192,6 +193,7 @@ class Plane:
             "drain_s": drain_s,
             "dtype": dtype,
             "task": task,
+            "logprobs_mode": logprobs_mode,
             **(metrics or {}),
             **({} if nodes is None else {"nodes": dict(nodes)}),
         }

@@ -185,6 +185,8 @@ async def _with_notices(
         notices.phase("loading the model")
         with arguments.named():
             infos = [with_missing(adapter, await adapter.start()) for adapter in adapters]
+        for info in infos:
+            _check_logprobs_mode(options, info)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.told_to_end)
         engines = any(info.pipeline_stage is None for info in infos)
@@ -215,6 +217,16 @@ async def _with_notices(
             await asyncio.to_thread(nodes.close)
 
 
+def _check_logprobs_mode(options: WorkerOptions, info: EngineInfo) -> None:
+    """Refuses a mode that the engine does not know and has ignored: trainers would compute with other logprobs."""
+    if info.logprobs_mode != options.logprobs_mode:
+        raise Unsupported(
+            f"the engine {options.engine} gives {info.logprobs_mode} with this model, not {options.logprobs_mode}",
+            field="logprobs_mode",
+            fix="leave it out, or use hf, vllm or sglang with a model that generates",
+        )
+
+
 @contextlib.contextmanager
 def _telling_nodes(link: NodeLink | None) -> Iterator[None]:
     """Tells the other nodes when the engine refuses this node's settings: they would wait for it. It blocks the loop,
@@ -243,6 +255,7 @@ def _engine_options(options: WorkerOptions, arguments: EngineArguments, nodes: N
         options.weight_urls,
         nodes,
         options.task,
+        options.logprobs_mode,
     )
 
 
@@ -257,6 +270,7 @@ def _link_of(
         "dist_init_addr": options.nodes.address,
         "dtype": options.dtype,
         "task": options.task,
+        "logprobs_mode": options.logprobs_mode,
         "the kind of device": options.device.partition(":")[0],
         "deterministic": options.deterministic,
         "enable_memory_saver": options.enable_memory_saver,
@@ -502,6 +516,7 @@ class WorkerProcess:
                 "max_model_len": info.max_model_len,
                 "transports": list(info.transports),
                 "refused_fields": lacking_fields(info.lacks),
+                "logprobs_mode": info.logprobs_mode,
                 "max_prompt_top_logprobs": info.max_prompt_top_logprobs,
                 "kv_tokens": info.kv_tokens,
                 PARSES_CALLS: "parse_tool_calls" not in info.lacks,

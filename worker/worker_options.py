@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
+from rl_plane.protocol.generation import RAW_LOGPROBS, LogprobsMode
 from rl_plane.protocol.pooling import Task
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from worker.nodes.node_settings import ONE_HOST, NodeSettings
@@ -29,6 +30,8 @@ class WorkerOptions:
     """The model's name in requests. None: the last part of the directory."""
     task: Task = "generate"
     """The task of the model: `classify` for a reward model, `embed` for an embedding model."""
+    logprobs_mode: LogprobsMode = RAW_LOGPROBS
+    """The mode of the logprobs of completions: of the raw logits, or of those divided by the temperature."""
     dtype: str | None = None
     device: str = "auto"
     engine_args: Mapping[str, str] = field(default_factory=dict)

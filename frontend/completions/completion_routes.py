@@ -14,7 +14,13 @@ from starlette.responses import Response
 
 from frontend.completions.call import GenerationCall, ReplyFormat
 from frontend.completions.component_chooser import ChooseComponent, ComponentChooser
-from frontend.completions.native_bodies import SglangGenerateBody, VllmGenerateBody, plan_sglang, plan_vllm
+from frontend.completions.native_bodies import (
+    SglangGenerateBody,
+    VllmGenerateBody,
+    check_temperature,
+    plan_sglang,
+    plan_vllm,
+)
 from frontend.completions.native_replies import SglangChunks, VllmChunks, sglang_whole, vllm_whole
 from frontend.completions.openai_bodies import ChatBody, CompletionBody
 from frontend.completions.openai_replies import Chunks, openai_error, whole
@@ -74,6 +80,8 @@ def _generation_endpoint(
         if session or caller_id:
             plan = replace(plan, session=session, caller_id=caller_id)
         generation = await choose(plan.model)
+        if reply is not OPENAI:
+            check_temperature(plan, generation.engines.logprobs_modes)
         call = GenerationCall(generation, plan, reply)
         if plan.stream:
             return EventStream(call.stream(), limits=generation.limits)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -35,6 +36,7 @@ from rl_plane.protocol.generation import (
     MAX_PROMPT_TOP_LOGPROBS,
     MAX_SALT_CHARS,
     MAX_TOP_LOGPROBS,
+    RAW_LOGPROBS,
 )
 from rl_plane.protocol.validation import parse_body
 
@@ -51,15 +53,16 @@ log = logging.getLogger("frontend.completions.native_bodies")
 def say_that_logprobs_are_raw() -> None:
     """Says it once for each process. These routes' own servers, as trainers start them, divide the logits."""
     log.warning(
-        "a request asks for logprobs at a temperature other than 0 and 1. They are of the raw logits, "
-        "not of the logits divided by the temperature: train at temperature 1"
+        "a request asks for logprobs at a temperature other than 0 and 1. They are of the raw logits, not of the "
+        "logits divided by the temperature: start the workers with --logprobs-mode processed_logprobs if the trainer "
+        "divides its own, else its importance ratios are wrong"
     )
 
 
-def _with_raw_logprobs(plan: Plan) -> Plan:
-    if plan.logprobs and plan.requests[0].temperature not in (0.0, 1.0):
+def check_temperature(plan: Plan, modes: Collection[str | None]) -> None:
+    """Warns if the trainer may expect other logprobs. `modes`: those of the workers."""
+    if plan.logprobs and plan.requests[0].temperature not in (0.0, 1.0) and RAW_LOGPROBS in modes:
         say_that_logprobs_are_raw()
-    return plan
 
 
 # ---- vLLM's ----
@@ -146,7 +149,7 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
         "prompt_token_texts": prompt_logprobs is not None and sampling.detokenize is not False,
         "routed_experts": bool(parsed.return_routed_experts),
     }
-    plan = Plan(
+    return Plan(
         id=parsed.request_id or request_id,
         model=parsed.model,
         requests=requests_of(
@@ -164,7 +167,6 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
         routed_from=sampling.routed_experts_prompt_start or 0,
         any_length=sampling.max_tokens is None,
     )
-    return _with_raw_logprobs(plan)
 
 
 def _without_unknown_sampling(body: dict[str, Any]) -> dict[str, Any]:
@@ -292,7 +294,7 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         "prompt_top_logprobs": (parsed.top_logprobs_num or 0) if start >= 0 else 0,
         "routed_experts": bool(parsed.return_routed_experts),
     }
-    plan = Plan(
+    return Plan(
         id=parsed.rid or request_id,
         model=parsed.lora_path or parsed.model,
         requests=requests_of(
@@ -313,4 +315,3 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         routed_from=parsed.routed_experts_start_len or 0,
         any_length=given.max_new_tokens is None,
     )
-    return _with_raw_logprobs(plan)

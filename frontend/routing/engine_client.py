@@ -73,6 +73,11 @@ class EngineClient:
         # The version that a request demands may be committed now.
         self._view.listen_record(lambda record: self._status.wake())
 
+    @property
+    def logprobs_modes(self) -> frozenset[str | None]:
+        """The modes of logprobs of the workers. None is in it if a worker makes no tokens."""
+        return self._selector.logprobs_modes
+
     def give_up(self, error: Callable[[], PlaneError]) -> None:
         """Ends all choices under way, and tries none of them elsewhere. `error` makes the error of each choice."""
         self.aborts.give_up(error)

@@ -17,6 +17,7 @@ from frontend.routing.retry import Tries
 from frontend.routing.router import NO_AFFINITY, Affinity, Router, lacks_of, refused_by
 from frontend.routing.routing_lease import FrontendLease
 from rl_plane.errors import (
+    Conflict,
     InvalidRequest,
     NotAdmitted,
     NotFound,
@@ -97,6 +98,8 @@ class Lacking:
     """instance id → field → reason."""
     names: Collection[str] = ()
     """All fields that a member lacks."""
+    modes: frozenset[str | None] = frozenset()
+    """The modes of logprobs of the members. None is in it if a member makes no tokens."""
 
 
 class WorkerSelector:
@@ -123,6 +126,11 @@ class WorkerSelector:
         self._lacking = Lacking()
         self._away: dict[str, tuple[Member, float]] = {}
         """instance id → a member that has left, and when."""
+
+    @property
+    def logprobs_modes(self) -> frozenset[str | None]:
+        """The modes of logprobs of the workers. None is in it if a worker makes no tokens."""
+        return self._lacking_now().modes
 
     def on_leave(self, member: Member) -> None:
         now = asyncio.get_running_loop().time()
@@ -153,6 +161,7 @@ class WorkerSelector:
                 continue  # the lease ended meanwhile
             if failure is not None and not self._any_other(needs, since, lost):
                 raise failure
+            self._check_logprobs_modes(needs.request, lost)
             fit, unmet = self._fit(needs, self._able(needs, since, lost))
             if (chosen := self.router.pick(fit, needs.affinity)) is not None:
                 member = self._view.member(chosen)
@@ -309,13 +318,8 @@ class WorkerSelector:
     def _unable(self, needs: WorkerRequirements, since: float) -> Mapping[str, tuple[str, str]]:
         """Maps the id of each worker that cannot serve the request to the field that it does not support, and why.
         Raises Unsupported if no worker that is there or may return supports the request."""
-        members = self._view.snapshot()
-        if self._lacking.epoch != members.epoch:
-            lacks_by_id = {one.instance_id: lacks_of(one.info) for one in members}
-            fields = {key: lacks for key, lacks in lacks_by_id.items() if lacks}
-            named = {name for lacks in fields.values() for name in _fields_of(lacks)}
-            self._lacking = Lacking(members.epoch, fields, named)
-        given = needs.given(self._lacking.names)
+        members, lacking = self._view.snapshot(), self._lacking_now()
+        given = needs.given(lacking.names)
         if not given and not needs.request.prompt_top_logprobs:
             return {}
         unable = {
@@ -323,13 +327,33 @@ class WorkerSelector:
             for one in members
             if needs.request.prompt_top_logprobs and (found := _too_many_tops(one, needs.request)) is not None
         } | {
-            key: found
-            for key, lacks in self._lacking.fields.items()
-            if (found := refused_by(lacks, given)) is not None
+            key: found for key, lacks in lacking.fields.items() if (found := refused_by(lacks, given)) is not None
         }
         if unable and len(unable) == len(members) and not self._may_be_back(needs, since):
             raise self._refusal(needs, unable)
         return unable
+
+    def _lacking_now(self) -> Lacking:
+        members = self._view.snapshot()
+        if self._lacking.epoch != members.epoch:
+            lacks_by_id = {one.instance_id: lacks_of(one.info) for one in members}
+            fields = {key: lacks for key, lacks in lacks_by_id.items() if lacks}
+            named = {name for lacks in fields.values() for name in _fields_of(lacks)}
+            modes = frozenset(one.logprobs_mode for one in members)
+            self._lacking = Lacking(members.epoch, fields, named, modes)
+        return self._lacking
+
+    def _check_logprobs_modes(self, request: GenerateRequest, lost: Sequence[Member]) -> None:
+        """Raises Conflict for a request for logprobs whose workers differ in what logprobs are of. `lost`: the workers
+        that may have made its tokens so far."""
+        every = self.logprobs_modes.union(one.logprobs_mode for one in lost)
+        modes = sorted(one for one in every if one is not None)
+        if request.logprobs and len(modes) > 1:
+            raise Conflict(
+                f"the workers differ in logprobs_mode ({', '.join(modes)})",
+                field="logprobs",
+                fix="start all with the same --logprobs-mode (`rl-plane doctor` names them), or ask for no logprobs",
+            )
 
     def _refusal(self, needs: WorkerRequirements, unable: Mapping[str, tuple[str, str]]) -> PlaneError:
         """Why no worker serves the request. It is a limit if one of them would serve a smaller number."""

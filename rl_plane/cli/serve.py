@@ -31,6 +31,7 @@ ENGINE = (
     "model",
     "model_name",
     "task",
+    "logprobs_mode",
     "weight_roots",
     "weight_urls",
     "dtype",
@@ -166,9 +167,9 @@ def run_worker(given: Command) -> int:
         metrics_port=None if values["metrics_port"] == OFF else values["metrics_port"],
         **_picked(
             values,
-            "namespace component model_name task dtype device engine_args_file weight_roots weight_urls instance_id "
-            "copies deterministic enable_memory_saver liveness_timeout_s engine_hang_s drain_s metrics_host "
-            "metrics_key",
+            "namespace component model_name task logprobs_mode dtype device engine_args_file weight_roots weight_urls "
+            "instance_id copies deterministic enable_memory_saver liveness_timeout_s engine_hang_s drain_s "
+            "metrics_host metrics_key",
         ),
     )
 

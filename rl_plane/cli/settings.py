@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import click
@@ -22,6 +22,7 @@ from rl_plane.cli.output import BadSetting, fix_of, plane_error, say_json
 from rl_plane.cli.setting_types import Seconds
 from rl_plane.errors import PlaneError
 from rl_plane.protocol.dialects import DIALECTS
+from rl_plane.protocol.generation import RAW_LOGPROBS, LogprobsMode
 from rl_plane.protocol.pooling import TASKS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
@@ -174,6 +175,13 @@ SETTINGS: dict[str, Setting] = {
             types.WEIGHT_URL,
             separator=",",
             flag="--weight-url",
+        ),
+        Setting(
+            "logprobs_mode",
+            "The logprobs of completions: of the raw logits, or (processed_logprobs) of the logits divided by the "
+            "temperature.",
+            Choice(get_args(LogprobsMode)),
+            RAW_LOGPROBS,
         ),
         Setting("dtype", "The engine's dtype. Default: the checkpoint's."),
         Setting(

@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 
 from rl_plane.bus.entries import decoded
+from rl_plane.protocol.generation import RAW_LOGPROBS
 from rl_plane.protocol.subjects import MEMBER_PREFIX, Entry
 
 _RECORD_TYPES: dict[str, type] = {"incarnation": str, "server_id": str, "client_id": int, "info": dict}
@@ -25,6 +26,7 @@ _INFO_TYPES: dict[str, type] = {
     "max_model_len": int,
     "pipeline_stage": str,
     "host": str,
+    "logprobs_mode": str,
     PARSES_CALLS: bool,
     "nodes": list,
 }
@@ -49,6 +51,13 @@ class Member:
         """The reason why a pipeline stage without the model skips the ops of engines. None: the worker has an
         engine."""
         return self.info.get("pipeline_stage")
+
+    @property
+    def logprobs_mode(self) -> str | None:
+        """The mode of the logprobs of its completions. None: it makes no tokens."""
+        if self.pipeline_stage is not None or self.info.get("task", "generate") != "generate":
+            return None
+        return self.info.get("logprobs_mode") or RAW_LOGPROBS
 
     @property
     def hosts(self) -> int:

@@ -35,6 +35,11 @@ MAX_STOPS_WITH_MIN_TOKENS = 96
 
 MAX_TOP_LOGPROBS = 20
 """The default limit of vLLM."""
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""vLLM's names: whether the logprobs of a completion are of the raw logits, or of the logits that the token was drawn
+from, divided by the temperature."""
+RAW_LOGPROBS: LogprobsMode = "raw_logprobs"
+
 MAX_TEMPERATURE = 2.0
 """The bound of OpenAI and of vLLM."""
 MAX_REPETITION_PENALTY = 10.0
@@ -214,8 +219,8 @@ class GenerateRequest(BaseModel):
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logprobs: bool = False
-    """Return the logprob of each token: the log-softmax of the raw logits at temperature 1, whatever limits the choice
-    had."""
+    """Return the logprob of each token. The worker's `--logprobs-mode` says of which logits: by default of the raw ones
+    at temperature 1, whatever limits the choice had."""
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     """With `logprobs`: return this many of the likeliest tokens too, beside each token."""
     token_texts: bool = False

@@ -13,7 +13,7 @@ from pydantic import Field, ModelWrapValidatorHandler, model_validator
 from typing_extensions import TypedDict
 
 from rl_plane.errors import InvalidRequest, NotFound
-from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, Rendering, TokenId
+from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, LogprobsMode, Rendering, TokenId
 from rl_plane.protocol.pooling import Task
 from rl_plane.protocol.record import PauseMode
 from rl_plane.protocol.relay import OpenRelay, OpenRelayReply, SourceUse
@@ -282,6 +282,8 @@ class DescribeReply(TypedDict):
     """The highest rank of an adapter. None allows any."""
     kv_tokens: int | None
     """The tokens that the KV cache has room for. None: the engine does not tell it."""
+    logprobs_mode: LogprobsMode
+    """Whether the logprobs of a completion are of the raw logits, or of the logits that the token was drawn from."""
     max_prompt_top_logprobs: int
     """The largest number of likeliest tokens beside each token of a prompt."""
     tensors: int

@@ -37,10 +37,11 @@ from tests.support.engine_runs import (
     version,
     witnessed,
 )
-from tests.support.reference import logits_of, logprobs_of, penalized
+from tests.support.reference import logits_of, logprobs_of, penalized, prompt_logprobs
 from tests.support.shared_engine import ENDLESS, engine, info, prompt_of, scratch, shared
 from worker.engines.base import EngineInfo, PauseMode
 from worker.engines.capabilities import with_missing
+from worker.engines.common.scoring import LOGPROB_FLOOR
 from worker.engines.common.tokenizing import load_tokenizer
 from worker.receive.staging import model_digest
 from worker.testing.engine_contract import CHECKS, Check, EngineUnderTest
@@ -307,6 +308,49 @@ async def test_penalties_choose_the_tokens_and_leave_the_logprobs_raw(
     raw, gap = logprobs_of(models.tiny[1], prompt, result.tokens)
     assert gap > 2 * LOGPROBS, "without penalties another token is the likeliest"
     assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
+
+
+async def test_processed_logprobs_are_of_the_logits_divided_by_the_temperature(kind: Kind, models: Models) -> None:
+    temperature = 0.7
+    given = dataclasses.replace(kind.options(models.tiny[1]), logprobs_mode="processed_logprobs")
+    fresh = kind.build(given)
+    info = await fresh.start()
+    fresh.set_version(version(0, models.tiny[1]))
+    prompt, near = prompt_of(1, 9), LOGPROBS / temperature
+    more = {"temperature": temperature, "seed": 3, "logprobs": True, "top_logprobs": 5, "max_tokens": 30}
+    try:
+        plain, biased, limited, greedy = await asyncio.gather(
+            run(fresh, ask(prompt, prompt_logprobs=True, **more)),
+            run(fresh, ask(prompt, logit_bias={"9": 8.0}, **more)),
+            run(fresh, ask(prompt, top_k=3, **more)),
+            run(fresh, ask(prompt, logprobs=True)),
+        )
+        (scores,) = await fresh.score([prompt])
+    finally:
+        await fresh.close()
+    assert info.logprobs_mode == "processed_logprobs"
+    assert is_of(greedy, models.tiny[1])
+    expected = prompt_logprobs(models.tiny[1], prompt)
+    assert scores == pytest.approx(expected, abs=LOGPROBS)
+    assert (plain.deltas[0].prompt_logprobs or [])[1:] == pytest.approx(expected, abs=LOGPROBS)
+    raw, _ = logprobs_of(models.tiny[1], prompt, plain.tokens)
+    assert max(abs(one - other) for one, other in zip(raw, plain.logprobs, strict=True)) > 5 * near
+    for result, bias in ((plain, 0.0), (biased, 8.0), (limited, 0.0)):
+        logits = logits_of(models.tiny[1], prompt, result.tokens)
+        logits[:, 9] += bias
+        rows = (logits / temperature).log_softmax(-1)
+        tops = [top for delta in result.deltas for top in delta.top_logprobs or []]
+        if result is limited and kind.name == "vllm":  # its logprobs are of the logits that `top_k` has left
+            for row, top in zip(rows, tops, strict=True):
+                left = [token for token, value in top if value > LOGPROB_FLOOR]
+                assert 3 <= len(left) < 5, "with a tie there are more than three"
+                row[[token for token in range(VOCAB_SIZE) if token not in left]] = -math.inf
+            rows = rows.log_softmax(-1)
+        made = [float(row[token]) for row, token in zip(rows, result.tokens, strict=True)]
+        assert result.logprobs == pytest.approx(made, abs=near)
+        for row, top in zip(rows, tops, strict=True):
+            likeliest = [max(float(value), LOGPROB_FLOOR) for value in row.topk(5).values]
+            assert [value for _, value in top] == pytest.approx(likeliest, abs=near)
 
 
 async def test_the_likeliest_tokens_are_those_of_a_plain_forward(engine: OffersMemory, models: Models) -> None:

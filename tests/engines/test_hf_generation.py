@@ -36,9 +36,10 @@ from tests.support.hf_runs import (
     version,
     witnessed,
 )
-from tests.support.reference import logits_of, penalized
+from tests.support.reference import logits_of, penalized, prompt_logprobs
 from worker.engines.base import EngineInfo, EngineOptions
 from worker.engines.capabilities import CanReleaseMemory, require
+from worker.engines.common.scoring import LOGPROB_FLOOR
 from worker.engines.common.tokenizing import IncrementalText, eos_tokens, load_tokenizer
 from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model
 
@@ -86,6 +87,53 @@ async def test_logprobs_of_sampled_tokens_are_raw(
     )
     assert result.logprobs == pytest.approx(plain_logprobs(plain, prompt, result.tokens), abs=1e-4)
     assert len(set(result.tokens)) > 5
+
+
+@pytest.mark.parametrize(
+    ("sampling", "left"),
+    [
+        ({"temperature": 0.7}, None),
+        ({"temperature": 0.7, "top_k": 3}, 3),
+        ({"temperature": 0.7, "top_p": 1e-9}, 1),
+        ({"temperature": 0.7, "min_p": 1.0}, 1),
+        ({"temperature": 0.7, "logit_bias": {"9": 6.0}}, None),
+        ({"temperature": 0.7, "allowed_token_ids": [9, 10, 11]}, 3),
+        ({"temperature": 0.0}, None),
+    ],
+)
+async def test_processed_logprobs_are_of_the_logits_that_tokens_are_drawn_from(
+    models: Models, sampling: dict[str, Any], left: int | None
+) -> None:
+    from worker.engines.hf.adapter import build
+
+    engine: Any = build(EngineOptions(models.tiny, logprobs_mode="processed_logprobs"))
+    info = await engine.start()
+    prompt = prompt_of(1, 20)
+    try:
+        asked = ask(prompt, logprobs=True, top_logprobs=5, prompt_logprobs=True, max_tokens=40, seed=5, **sampling)
+        company = ask(prompt, temperature=2.0, max_tokens=40)
+        result, _ = await asyncio.gather(run(engine, asked), run(engine, company))
+        (scores,) = await engine.score([prompt])
+    finally:
+        await engine.close()
+    assert info.logprobs_mode == "processed_logprobs"
+    expected = prompt_logprobs(models.tiny, prompt)
+    assert given_prompt_logprobs(result) == pytest.approx(expected, abs=1e-4)
+    assert scores == pytest.approx(expected, abs=1e-4)
+    rows = logits_of(models.tiny, prompt, result.tokens)
+    for token, bias in sampling.get("logit_bias", {}).items():
+        rows[:, int(token)] += bias
+    if allowed := sampling.get("allowed_token_ids"):
+        rows[:, [token for token in range(VOCAB_SIZE) if token not in allowed]] = -math.inf
+    if left is not None:
+        rows = rows.masked_fill(rows < rows.topk(left).values[:, -1:], -math.inf)
+    rows = (rows / (sampling["temperature"] or 1.0)).log_softmax(-1)
+    made = [float(row[token]) for row, token in zip(rows, result.tokens, strict=True)]
+    assert result.logprobs == pytest.approx(made, abs=1e-4)
+    tops = [top for delta in result.deltas for top in delta.top_logprobs or []]
+    for row, top in zip(rows, tops, strict=True):
+        likeliest = [max(float(value), LOGPROB_FLOOR) for value in row.topk(5).values]
+        assert [value for _, value in top] == pytest.approx(likeliest, abs=1e-4)
 
 
 async def test_prompt_logprobs_are_those_of_a_plain_forward(start: Start, models: Models, plain: Any) -> None:
@@ -236,7 +284,7 @@ async def test_a_seed_gives_the_same_tokens_whatever_else_runs(start: Start, mod
 
 
 def test_the_sampler_follows_the_distribution() -> None:
-    from worker.engines.hf.streams import HfStream, choose
+    from worker.engines.hf.streams import HfStream, choose, chosen_logprobs
 
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -math.inf])
 
@@ -245,9 +293,15 @@ def test_the_sampler_follows_the_distribution() -> None:
             HfStream(str(seed), ask([1], seed=seed, **{"temperature": 1.0} | fields), [1], frozenset())
             for seed in range(4000)
         ]
-        tokens, logprobs = choose(logits.expand(len(streams), -1), streams)
-        assert logprobs == pytest.approx([float(logits.log_softmax(-1)[token]) for token in tokens], abs=1e-5)
-        return [tokens.count(token) / len(tokens) for token in range(len(logits))]
+        rows = logits.expand(len(streams), -1)
+        tokens, drawn_from = choose(rows, streams)
+        assert chosen_logprobs(rows, tokens) == pytest.approx(
+            [float(logits.log_softmax(-1)[token]) for token in tokens], abs=1e-5
+        )
+        made = [tokens.count(token) / len(tokens) for token in range(len(logits))]
+        if streams[0].request.temperature:
+            assert made == pytest.approx(drawn_from[0].softmax(-1).tolist(), abs=0.03)
+        return made
 
     def expected(kept: int, temperature: float = 1.0) -> list[float]:
         probs: list[float] = (logits[:kept] / temperature).softmax(-1).tolist()

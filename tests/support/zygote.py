@@ -67,6 +67,9 @@ class Packages:
     has_children: bool = False
 
 
+RAW_IN_SGLANG = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""A variable of the environment, and what SGLang's sampler has read there."""
+
 _EVERY = ("worker.process", "rl_plane.cli.serve")
 _TORCH = (
     "worker.receive.weight_receiver",
@@ -90,7 +93,7 @@ PACKAGES = {
             "sglang.srt.entrypoints.engine",
             "sglang.srt.managers.scheduler",
         ),
-        {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "TORCHDYNAMO_DISABLE": "1"},
+        {"TORCHDYNAMO_DISABLE": "1"},
         has_children=True,
     ),
 }
@@ -285,6 +288,8 @@ def _become(what: dict[str, Any], descriptors: list[int], parent: int, has_child
     os.environ.update(what["env"])
     # What an interpreter has made of another environment.
     tempfile.tempdir = None
+    if (sampler := sys.modules.get("sglang.srt.layers.sampler")) is not None:
+        setattr(sampler, RAW_IN_SGLANG, what["env"].get(RAW_IN_SGLANG) == "1")
     more = list(filter(None, what["env"].get("PYTHONPATH", "").split(os.pathsep)))
     sys.path[1:1] = more
     if more:

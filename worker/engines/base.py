@@ -30,7 +30,7 @@ from pydantic import BaseModel, ValidationError
 
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
-from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.generation import RAW_LOGPROBS, GenerateDelta, GenerateRequest, LogprobsMode
 from rl_plane.protocol.pooling import Task
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.versions import WeightVersion
@@ -81,6 +81,9 @@ class EngineOptions:
     """The link to the other nodes of an engine that spans several hosts. None: one host."""
     task: Task = "generate"
     """`--task`: what the model does. The worker refuses another one than `generate` of an adapter without `CanPool`."""
+    logprobs_mode: LogprobsMode = RAW_LOGPROBS
+    """`--logprobs-mode`: which logits the logprobs of a completion are of. Those of a prompt are always of the raw
+    ones. The worker ends if the started engine has another mode (`EngineInfo.logprobs_mode`)."""
 
     @property
     def hosts(self) -> int:
@@ -164,6 +167,8 @@ class EngineInfo:
     """The largest rank of an adapter. None: any rank."""
     kv_tokens: int | None = None
     """The tokens that the KV cache has room for. None: the engine does not report it."""
+    logprobs_mode: LogprobsMode = RAW_LOGPROBS
+    """The mode that the engine was started with."""
     max_prompt_top_logprobs: int = 0
     """The largest number of likeliest tokens that the engine returns beside each token of a prompt. 0: it returns
     none."""

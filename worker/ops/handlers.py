@@ -178,6 +178,7 @@ class OpHandlers:
             max_adapters=self.info.max_adapters,
             max_lora_rank=self.info.max_lora_rank,
             kv_tokens=self.info.kv_tokens,
+            logprobs_mode=self.info.logprobs_mode,
             max_prompt_top_logprobs=self.info.max_prompt_top_logprobs,
             tensors=len(spec),
             tied=sorted(self.info.tied),

@@ -159,7 +159,7 @@ async def _config(context: DialectContext) -> dict[str, Any]:
             "model": models[0]["id"] if models else None,
             "dtype": f"torch.{same_of_all(rows, 'dtype')}",
             "max_model_len": min(int(row["max_model_len"]) for row in rows),
-            "logprobs_mode": "raw_logprobs",  # on every engine: workers refuse another mode
+            "logprobs_mode": same_of_all(rows, "logprobs_mode"),
         },
         "parallel_config": {
             "world_size": ranks,

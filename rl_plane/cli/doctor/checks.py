@@ -11,6 +11,7 @@ from rl_plane.cli.doctor.root_checks import root_checks
 from rl_plane.cli.output import ids
 from rl_plane.errors import PermissionDenied
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
+from rl_plane.protocol.generation import RAW_LOGPROBS
 
 OLDEST_NATS = (2, 11)
 """Older servers have no time to live of single messages, which the lock needs."""
@@ -32,6 +33,7 @@ def examine(facts: DoctorFacts) -> list[CheckLine]:
         *_nats(facts),
         *_workers(facts),
         *_versions(facts),
+        *_logprobs(facts),
         *_transports(facts),
         *_memory(facts),
         *root_checks(facts),
@@ -211,6 +213,20 @@ def _versions(facts: DoctorFacts) -> Iterator[CheckLine]:
     for engine, versions in sorted(engines.items()):
         yield _agree(
             "versions", engine, versions, f"install one version of {engine}: two may compute other numbers"
+        )
+
+
+def _logprobs(facts: DoctorFacts) -> Iterator[CheckLine]:
+    modes: dict[str, list[str]] = defaultdict(list)
+    for row in facts.rows:
+        if row["task"] == "generate":
+            modes[row.get("logprobs_mode", RAW_LOGPROBS)].append(f"worker {row['instance_id']}")
+    if len(modes) > 1:
+        listed = "; ".join(f"{mode}: {ids(who)}" for mode, who in sorted(modes.items()))
+        yield error(
+            "logprobs",
+            f"--logprobs-mode differs: {listed}",
+            "start all workers with the same one: until then requests for logprobs are refused",
         )
 
 

@@ -55,6 +55,8 @@ def worker(instance_id: str = ONE, host: str = "gpu1", *roots: dict[str, Any], *
         "status": "ok",
         "engine": "fake",
         "engine_version": "1",
+        "task": "generate",
+        "logprobs_mode": "raw_logprobs",
         "transports": ["filesystem", "gloo"],
         "lacks": {},
         "weight_bytes": 2 * GB,
@@ -160,6 +162,14 @@ def test_versions_that_differ_are_named_with_their_processes() -> None:
     assert f"0.2.0: worker {TWO}" in found.words
     engine = only(facts(worker(ONE), worker(TWO, engine_version="2")))
     assert engine.words.startswith("fake differs: ")
+
+
+def test_workers_that_make_tokens_have_one_mode_of_logprobs() -> None:
+    other = worker(TWO, logprobs_mode="processed_logprobs")
+    found = only(facts(worker(ONE), other))
+    assert (found.level, found.check) == ("error", "logprobs")
+    assert f"processed_logprobs: worker {TWO}" in found.words
+    assert not_ok(facts(worker(ONE), {**other, "task": "embed"})) == []
 
 
 def test_a_transport_that_one_worker_lacks_says_why() -> None:

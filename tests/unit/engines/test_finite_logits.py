@@ -53,7 +53,7 @@ def test_a_prompt_needs_a_logprob_for_each_token_but_the_first(value: float | No
 def test_sglangs_later_replies_carry_the_mark_of_a_not_finite_logit() -> None:
     """The ranks of a pipeline pass the mark on, up to the reply that the adapter reads."""
     good, bad, unfinished = requests = [SimpleNamespace() for _ in range(3)]
-    observer = Observer()
+    observer = Observer(raw_logprobs=True)
     logits = torch.tensor([[1.0, 2.0], [math.nan, 2.0], [math.nan, 2.0]])
     sampling = SimpleNamespace(grammar_mask=None, logit_bias=None)
     made = observer.after_sample(observer.before_grammar(logits, sampling), torch.tensor([1, 0, 0]))
@@ -73,22 +73,24 @@ def test_sglangs_later_replies_carry_the_mark_of_a_not_finite_logit() -> None:
 
 
 @pytest.mark.parametrize("limit", ["grammar_mask", "logit_bias"])
-def test_sglangs_logprobs_are_of_the_logits_before_grammars_and_biases(limit: str) -> None:
+def test_sglangs_raw_logprobs_are_of_the_logits_before_grammars_and_biases(limit: str) -> None:
     def sampled(*given: Any, **named: Any) -> Any:
         return named.get("logprob_logits")
 
     sampling = SimpleNamespace(grammar_mask=None, logit_bias=None)
     setattr(sampling, limit, "some")
     logits = torch.tensor([[1.0, 2.0], [math.nan, 2.0]])
-    Observer().before_grammar(logits, sampling)
+    Observer(raw_logprobs=True).before_grammar(logits, sampling)
     logits[:, 0] = -math.inf
     raw = sample_with_raw_logprobs(sampled, "sampler", "output", sampling, True)
     assert raw.tolist() == [[1.0, 2.0], [0.0, 0.0]]
     assert sample_with_raw_logprobs(sampled, "sampler", "output", sampling, True) is None, "of one step only"
+    Observer(raw_logprobs=False).before_grammar(logits, sampling)
+    assert sample_with_raw_logprobs(sampled, "sampler", "output", sampling, True) is None, "processed logprobs"
 
 
-def test_vllms_logprobs_and_counts_are_of_the_logits_before_grammars() -> None:
-    raw = RawLogits()
+def test_vllms_raw_logprobs_and_counts_are_of_the_logits_before_grammars() -> None:
+    raw = RawLogits(of_logprobs=True)
     logits = torch.tensor([[1.0, 2.0], [math.nan, 2.0]])
     raw.keep(logits)
     logits[:] = -math.inf
@@ -98,3 +100,12 @@ def test_vllms_logprobs_and_counts_are_of_the_logits_before_grammars() -> None:
     assert raw.of(later) is later
     assert raw.count(later).tolist() == [0, 1]
     assert raw.of(logits) is logits, "of one step only"
+
+
+def test_vllms_processed_logprobs_are_of_the_logits_after_grammars_and_its_counts_of_those_before() -> None:
+    raw = RawLogits(of_logprobs=False)
+    logits = torch.tensor([[1.0, 2.0], [math.nan, 2.0]])
+    raw.keep(logits)
+    logits[:] = -math.inf
+    assert raw.count(logits).tolist() == [0, 1]
+    assert raw.of(logits) is logits

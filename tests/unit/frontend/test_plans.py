@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from frontend.completions.native_bodies import VLLM_UNSERVED, plan_sglang, plan_vllm, say_that_logprobs_are_raw
+from frontend.completions.native_bodies import (
+    VLLM_UNSERVED,
+    check_temperature,
+    plan_sglang,
+    plan_vllm,
+    say_that_logprobs_are_raw,
+)
 from frontend.completions.openai_bodies import ChatBody, CompletionBody
 from frontend.completions.plans import DEFAULT_CHAT_TOKENS, Plan
 from frontend.completions.tokens import parse_tokenize
@@ -551,17 +557,22 @@ def test_logprobs_of_a_trainers_temperature_are_warned_of_once(caplog: pytest.Lo
         return {**more, "sampling_params": {"temperature": temperature}}
 
     say_that_logprobs_are_raw.cache_clear()
+    raw = {"raw_logprobs", None}
     for temperature in (0, 1):
-        plan_vllm(rollout(temperature=temperature), "id")
-        plan_sglang(sampled(temperature, ROUTED_BODY), "id")
-    plan_sglang(sampled(0.7, {"input_ids": [5]}), "id")
+        check_temperature(plan_vllm(rollout(temperature=temperature), "id"), raw)
+        check_temperature(plan_sglang(sampled(temperature, ROUTED_BODY), "id"), raw)
+    check_temperature(plan_sglang(sampled(0.7, {"input_ids": [5]}), "id"), raw)
+    plans = plan_vllm(rollout(temperature=0.7), "id"), plan_sglang(sampled(0.7, ROUTED_BODY), "id")
+    for plan in plans:
+        check_temperature(plan, {"processed_logprobs"})
+        check_temperature(plan, ())
     assert caplog.messages == []
-    for plan, body in ((plan_vllm, rollout(temperature=0.7)), (plan_sglang, sampled(0.7, ROUTED_BODY))):
+    for plan in plans:
         say_that_logprobs_are_raw.cache_clear()
         for _ in range(2):
-            plan(body, "id")
+            check_temperature(plan, raw)
         (message,) = caplog.messages
-        assert "train at temperature 1" in message
+        assert "--logprobs-mode processed_logprobs" in message
         caplog.clear()
 
 

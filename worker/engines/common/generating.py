@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
-from worker.engines.common.pieces import Piece
+from worker.engines.common.pieces import Piece, Top
 from worker.engines.common.request_gate import requests_of
+from worker.engines.common.scoring import LOGPROB_FLOOR
 from worker.engines.common.spans import SpanLog
 from worker.engines.common.stop_strings import ReplyText
 from worker.engines.common.token_checks import check_pooled, check_tokens, check_tops, refuse_lacking
@@ -102,7 +103,7 @@ class Generating(EngineAdapter, Tokenizing):
                     if piece.labels:  # they are all the same
                         spans.add(piece.labels[0], len(piece.labels))
                     finished = piece.finish_reason is not None
-                    tops = piece.tops if request.logprobs and request.top_logprobs else None
+                    tops = _finite(piece.tops) if request.logprobs and request.top_logprobs else None
                     facts = await self._prompt_facts(request, prompt, piece) if is_first else {}
                     yield GenerateDelta(
                         token_ids=piece.token_ids,
@@ -176,3 +177,8 @@ class Generating(EngineAdapter, Tokenizing):
         requests = [one for one in list(self._requests.values()) if not one.tokenizing]
         running = sum(one.begun for one in requests)
         return running, len(requests) - running
+
+
+def _finite(tops: list[Top]) -> list[Top]:
+    """Processed logprobs of tokens that `top_k` or another limit has barred are -inf, which JSON does not have."""
+    return [[(token, max(value, LOGPROB_FLOOR)) for token, value in top] for top in tops]

@@ -155,6 +155,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
             transports=self.receiver.backends if stage is None else (),
             pipeline_stage=stage,
             witnesses=self.config.witnesses,
+            logprobs_mode=self._options.logprobs_mode,  # its logprobs are made up
             max_prompt_top_logprobs=self.config.max_prompt_top_logprobs,
         )
 

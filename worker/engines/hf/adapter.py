@@ -19,7 +19,7 @@ from pydantic import Field
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
-from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.generation import RAW_LOGPROBS, GenerateRequest
 from rl_plane.protocol.validation import Body
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseMode
@@ -90,7 +90,13 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         adapters, experts = self.holder.adapters, self._experts
         assert experts is not None, "made with the model"
         self._loop = await asyncio.to_thread(
-            GenerationLoop, self._model, adapters, experts, config, asyncio.get_running_loop()
+            GenerationLoop,
+            self._model,
+            adapters,
+            experts,
+            config,
+            asyncio.get_running_loop(),
+            info.logprobs_mode != RAW_LOGPROBS,
         )
         self._loop.start()
         await self.liveness()
@@ -128,6 +134,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             lacks=_lacks(bool(self._experts.experts)),
             transports=receiver.backends,
             tied=self.holder.tied_tensors(),
+            logprobs_mode=self._options.logprobs_mode,
             max_prompt_top_logprobs=most_tops(config.vocab_size),
         )
 

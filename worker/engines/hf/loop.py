@@ -29,7 +29,7 @@ from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.peft_layers import HfStagedAdapter, ModelAdapters
-from worker.engines.hf.streams import HfStream, choose, likeliest, score_batch
+from worker.engines.hf.streams import HfStream, choose, chosen_logprobs, likeliest, score_batch
 
 IDLE_WAIT_S = 0.1
 """Seconds that an idle or paused loop sleeps. Each command wakes it, so this only bounds a missed wake-up."""
@@ -62,6 +62,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         experts: ExpertRecorder,
         config: ContinuousBatchingConfig,
         events: asyncio.AbstractEventLoop,
+        processed_logprobs: bool,
     ) -> None:
         # A neutral generation config: the library runs no logits processor before our sampler.
         super().__init__(model, GenerationConfig(do_sample=False, eos_token_id=-1), config)
@@ -72,6 +73,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._experts = experts
         self._adapter: str | None = None  # the adapter whose turn it is
         self._events = events
+        self._processed_logprobs = processed_logprobs
         self._lock = threading.Lock()  # of the next two
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._ended = False
@@ -298,7 +300,9 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         name = self._adapter
         adapter_version = self.adapter_versions[name] if name is not None else None
         logits = scores[0, : len(streams)]
-        (tokens, logprobs), tops = choose(logits, streams), likeliest(logits, streams)
+        tokens, drawn_from = choose(logits, streams)
+        shown = drawn_from if self._processed_logprobs else logits
+        logprobs, tops = chosen_logprobs(shown, tokens), likeliest(shown, streams)
         output_ids[0, : len(tokens)] = torch.tensor(tokens, dtype=output_ids.dtype, device=output_ids.device)
         for stream, token, logprob, top in zip(streams, tokens, logprobs, tops, strict=True):
             if stream.is_finite(logprob):

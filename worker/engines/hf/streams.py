@@ -122,10 +122,12 @@ class HfStream:
         return piece
 
 
-def choose(logits: torch.Tensor, streams: list[HfStream]) -> tuple[list[int], list[float]]:
-    """Returns the next token of each row, and its log-softmax at temperature 1 before any other processing."""
-    raw, logits = logits, _constrained(logits, streams)
+def choose(logits: torch.Tensor, streams: list[HfStream]) -> tuple[list[int], torch.Tensor]:
+    """Returns the next token of each row, and the logits that it was drawn from: divided by the temperature, and -inf
+    for each token that was barred."""
+    logits = _constrained(logits, streams)
     chosen = logits.argmax(dim=-1)
+    drawn_from = logits.clone() if any(stream.request.temperature > 0 for stream in streams) else logits
     # A row's path depends on its own request only, or its rounding would depend on its neighbours.
     for truncated in (False, True):
         rows = [
@@ -134,8 +136,14 @@ def choose(logits: torch.Tensor, streams: list[HfStream]) -> tuple[list[int], li
             if stream.request.temperature > 0 and stream.truncated == truncated
         ]
         if rows:
-            chosen[rows] = _sample(logits[rows], [streams[row] for row in rows], truncated)
-    return chosen.tolist(), _logprobs(raw, chosen).tolist()
+            chosen[rows], drawn_from[rows] = _sample(logits[rows], [streams[row] for row in rows], truncated)
+    return chosen.tolist(), drawn_from
+
+
+def chosen_logprobs(logits: torch.Tensor, tokens: list[int]) -> list[float]:
+    """The log-softmax of each row's token."""
+    found: list[float] = _logprobs(logits, torch.tensor(tokens, device=logits.device)).tolist()
+    return found
 
 
 def score_batch(model: Any, sequences: list[list[int]]) -> list[list[float]]:
@@ -166,7 +174,7 @@ def _tops(logits: torch.Tensor, count: int) -> list[Top]:
 
 
 def likeliest(logits: torch.Tensor, streams: list[HfStream]) -> list[Top]:
-    """The likeliest tokens of each row that asks for them, with their log-softmax before any processing."""
+    """The likeliest tokens of each row that asks for them, with their log-softmax."""
     found: list[Top] = [[] for _ in streams]
     for row, stream in enumerate(streams):
         if count := min(stream.request.top_logprobs, logits.shape[1]):
@@ -188,8 +196,9 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
 
 
-def _sample(logits: torch.Tensor, streams: list[HfStream], truncated: bool) -> torch.Tensor:
-    """Inverse transform sampling, with one uniform number per row."""
+def _sample(logits: torch.Tensor, streams: list[HfStream], truncated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse transform sampling, with one uniform number per row. Returns the tokens, and the logits that they were
+    drawn from."""
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
@@ -208,10 +217,13 @@ def _sample(logits: torch.Tensor, streams: list[HfStream], truncated: bool) -> t
     probs = logits.softmax(dim=-1)
     if truncated:
         mass_before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
-        probs = probs.masked_fill(mass_before >= column([stream.request.top_p for stream in streams]), 0.0)
+        barred = mass_before >= column([stream.request.top_p for stream in streams])
+        probs, logits = probs.masked_fill(barred, 0.0), logits.masked_fill(barred, -math.inf)
     reached = probs.cumsum(dim=-1, dtype=torch.float64)
     # The first token that reaches a draw in (0, total] has a probability above 0. With NaN no token does: the index
     # stays in range, and the caller sees the logprob.
     wanted = column([stream.draw() for stream in streams]) * reached[:, -1:]
     index = torch.searchsorted(reached, wanted).clamp_(max=vocab_size - 1)
-    return (order.gather(1, index) if truncated else index).squeeze(1)
+    if not truncated:
+        return index.squeeze(1), logits
+    return order.gather(1, index).squeeze(1), torch.empty_like(logits).scatter(1, order, logits)

@@ -200,6 +200,7 @@ class SglangEngine(RankEngine[SglangProcess]):
             deterministic=arguments.enable_deterministic_inference,
             memory_saver=arguments.enable_memory_saver,
             max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,
+            logprobs_mode=self._options.logprobs_mode,
             max_prompt_top_logprobs=most_tops(config.vocab_size),
             kv_tokens=self._kv_tokens(),
             dimension=self._head.dimension if self._head is not None else None,

@@ -1,8 +1,8 @@
 """Looks at SGLang's logits as the model made them, before grammars and biases change them.
 
-Logprobs are of these logits. A request whose logits are not finite numbers ends: an observer in each rank marks it when
-its token is sampled. The messages of the first rank then carry the mark, and the adapter ends the request by an abort,
-which all ranks get at the same place.
+Raw logprobs are of these logits. A request whose logits are not finite numbers ends: an observer in each rank marks it
+when its token is sampled. The messages of the first rank then carry the mark, and the adapter ends the request by an
+abort, which all ranks get at the same place.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ class Found:
 
 
 class Observer:
-    """SGLang's SamplingObserver."""
+    """SGLang's SamplingObserver. `raw_logprobs`: logprobs are of the raw logits."""
+
+    def __init__(self, raw_logprobs: bool) -> None:
+        self._raw_logprobs = raw_logprobs
 
     def is_active(self, sampling: Any) -> bool:
         return True
 
     def before_grammar(self, logits: Any, sampling: Any) -> Any:
         found = take_out(logits)
-        if sampling.grammar_mask is not None or sampling.logit_bias is not None:
+        if self._raw_logprobs and (sampling.grammar_mask is not None or sampling.logit_bias is not None):
             setattr(sampling, RAW, logits.clone())
         return found
 

@@ -145,7 +145,7 @@ def _serve_rank(build: Any, scheduler: Any, *arguments: Any, **options: Any) -> 
 
         do_without_pinned_memory()
     build(scheduler, *arguments, **options)
-    scheduler.tp_worker.model_runner.sampling_observer = Observer()
+    scheduler.tp_worker.model_runner.sampling_observer = Observer(told["raw_logprobs"])
     rank = Rank(scheduler, told)
     setattr(scheduler, METHOD, rank.call)
     rank.serve()

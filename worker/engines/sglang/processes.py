@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_plane.errors import EngineDied, EngineFailed
+from rl_plane.protocol.generation import RAW_LOGPROBS
 from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
 from worker.engines.common.shared_names import shared_names
@@ -164,7 +165,8 @@ class SglangProcess(EngineProcess):
     @contextlib.contextmanager
     def _environment(self, directory: Path) -> Iterator[None]:
         """Sets the environment for the processes that SGLang starts, and for its own import here."""
-        os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"  # raw logprobs, not scaled by the temperature
+        raw = self.options.logprobs_mode == RAW_LOGPROBS
+        os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = str(int(raw))  # raw: not divided by the temperature
         os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # a node that is not the head has work of ours
         os.environ[MARK] = json.dumps(
             {
@@ -172,6 +174,7 @@ class SglangProcess(EngineProcess):
                 "device": self.device,
                 "directory": str(directory),
                 "model": str(self.options.model.absolute()),
+                "raw_logprobs": raw,
             }
         )
         # On a CPU, the first request of several ranks would wait for half a minute until each has compiled a function.

@@ -75,6 +75,7 @@ def _process_of(options: EngineOptions) -> VllmProcess:
     sleeping = {"enable_sleep_mode": "true"} if options.memory_saver else {}
     arguments = parse_arguments(dict(options.extra) | sleeping)
     check_settings(options, arguments)
+    arguments["logprobs_mode"] = options.logprobs_mode
     return VllmProcess(options, arguments)
 
 
@@ -135,6 +136,7 @@ class VllmEngine(RankEngine[VllmProcess]):
             memory_saver=bool(model.enable_sleep_mode),
             max_adapters=self._lora_places(),
             max_lora_rank=None if lora is None else int(lora.max_lora_rank),
+            logprobs_mode=model.logprobs_mode,
             max_prompt_top_logprobs=most_tops(model.get_vocab_size(), model.max_logprobs),
             kv_tokens=self._kv_tokens(),
             dimension=self._head.dimension if self._head is not None else None,

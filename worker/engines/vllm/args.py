@@ -37,7 +37,7 @@ OURS = {
     "kv_offloading_backend": "kv_offloading_size keeps KV in host memory, which an update flushes",
     "kv_transfer_config": "KV kept elsewhere would outlive an update; kv_offloading_size keeps it in host memory",
     "load_format": "the model is read from its safetensors files",
-    "logprobs_mode": "logprobs are of the raw logits, on every engine",
+    "logprobs_mode": "use --logprobs-mode",
     "model": "use --model",
     "master_addr": "use --dist-init-addr",
     "master_port": "use --dist-init-addr",

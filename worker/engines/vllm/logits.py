@@ -4,13 +4,14 @@ A request whose logits are not finite numbers ends. vLLM counts the NaNs in the 
 count from each rank to the front end, where it is unused. Here the ranks count before sampling, and count infinity too;
 the front end ends the request.
 
-Logprobs are of these logits, too. vLLM takes them from logits in which grammars have barred tokens.
+Raw logprobs are of these logits, too. vLLM takes them from logits in which grammars have barred tokens.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from rl_plane.protocol.generation import RAW_LOGPROBS
 from worker.engines.common.finite_logits import NOT_FINITE, take_out
 
 COUNT = "VLLM_COMPUTE_NANS_IN_LOGITS"
@@ -23,7 +24,9 @@ RAISE = "VLLM_RAISE_ON_LOGIT_NANS"
 class RawLogits:
     """The logits of the present step, from before grammars barred tokens in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_logprobs: bool) -> None:
+        """`of_logprobs`: logprobs are of the raw logits."""
+        self._of_logprobs = of_logprobs
         self._masked: Any = None
         """The tensor in which grammars bar tokens. None: no grammar does so in this step."""
         self._raw: Any = None
@@ -32,7 +35,7 @@ class RawLogits:
     def keep(self, logits: Any) -> None:
         """Call it before grammars bar tokens in `logits`."""
         self._found = take_out(logits).int()
-        self._masked, self._raw = logits, logits.clone()
+        self._masked, self._raw = logits, logits.clone() if self._of_logprobs else logits
 
     def count(self, logits: Any) -> Any:
         """Counts for each row of `logits` whether it is not finite. Call it before sampling."""
@@ -42,13 +45,14 @@ class RawLogits:
         return take_out(logits).int()
 
     def of(self, logits: Any) -> Any:
+        """The logits that logprobs are of, which vLLM would take from `logits`."""
         return self._raw if logits is self._masked else logits
 
 
 def look_before_sampling(runner: Any) -> None:
     """Call it once in a rank. vLLM counts after sampling, which changes logits in place: a temperature may make them
     infinite, and what a request bars hides a NaN."""
-    raw = RawLogits()
+    raw = RawLogits(runner.model_config.logprobs_mode == RAW_LOGPROBS)
     if runner.vllm_config.use_v2_model_runner:
         _look_in_second_runner(raw)
     else:
