@@ -33,6 +33,7 @@ from frontend.completions.unserved_fields import unsupported, without_unserved
 from frontend.routing.demands import DemandFields, demands_of
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import (
+    ALL_THAT_FITS,
     MAX_PROMPT_TOP_LOGPROBS,
     MAX_SALT_CHARS,
     MAX_TOP_LOGPROBS,
@@ -41,8 +42,6 @@ from rl_plane.protocol.generation import (
 from rl_plane.protocol.validation import parse_body
 
 MAX_ID_CHARS = 100
-ALL_THAT_FITS = 1 << 30
-"""More new tokens than any worker has room for. With `any_length` the worker's refusal says how many fit."""
 SGLANG_TOKENS = 128
 """SGLang's own default."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from frontend.completions.openai_bodies import SamplingBody
 from frontend.completions.reply_choice import Choice, spans_of
 from frontend.completions.structured_fields import in_structured_outputs
-from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.generation import ALL_THAT_FITS, GenerateRequest
 
 FORMAT = 1
 """Grows when a reader of records has to know of a change."""
@@ -57,16 +57,16 @@ class RolloutRecord:
             "prompt_token_ids": prompt,
             "token_ids": choice.token_ids,
             "logprobs": choice.logprobs,
-            "body": body_of(self.request, self.model),
+            "body": body_of(self.request, len(choice.token_ids), self.model),
         }
 
 
-def body_of(request: GenerateRequest, model: str | None = None) -> dict[str, Any]:
-    """The body of `POST /v1/completions` that asks for the same choice, without the prompt. `model`: as in
-    `RolloutRecord`."""
+def body_of(request: GenerateRequest, made: int, model: str | None = None) -> dict[str, Any]:
+    """The body of `POST /v1/completions` that asks for the same choice, without the prompt. `made`: the tokens that it
+    has. `model`: as in `RolloutRecord`."""
     given = request.model_dump(exclude_defaults=True)
     body = {name: value for name, value in given.items() if name in _BODY}
-    body["max_tokens"] = request.max_tokens
+    body["max_tokens"] = request.max_tokens if request.max_tokens != ALL_THAT_FITS else max(1, made)
     if (named := model or request.adapter) is not None:
         body["model"] = named
     if request.structured_output is not None:

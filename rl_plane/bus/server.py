@@ -31,6 +31,9 @@ FAILED_WRITE = "failed to store a msg"
 when there is room again, until it starts anew."""
 ROOM_BYTES = 1 << 28
 """A restart helps if the disk has this much room. With less the disk would soon be full again."""
+RESTART_EVERY_S = 60.0
+"""Seconds between two restarts. Each one cuts every connection, and it doesn't help if the disk refuses writes for
+another reason, such as a quota."""
 
 OUR_VARIABLES = "RL_PLANE_"
 """The server needs none of our settings, and some of them are secrets."""
@@ -66,6 +69,8 @@ class NatsServer:
         """The bytes of the log that `new_errors` has seen."""
         self._failed_write = False
         """A write has failed since the start of the server."""
+        self._restarted_at = -RESTART_EVERY_S
+        """Monotonic seconds of the last `restart`."""
 
     @property
     def url(self) -> str:
@@ -130,11 +135,13 @@ class NatsServer:
 
     @property
     def needs_restart(self) -> bool:
-        """The disk was full, and has room again."""
-        return self._failed_write and shutil.disk_usage(self._store).free >= ROOM_BYTES
+        """The disk was full, and has room again. False for a while after `restart`."""
+        waits = time.monotonic() < self._restarted_at + RESTART_EVERY_S
+        return self._failed_write and not waits and shutil.disk_usage(self._store).free >= ROOM_BYTES
 
     def restart(self) -> None:
         """Ends the server in order, and starts it on the same port and store."""
+        self._restarted_at = time.monotonic()
         self._end()
         self.start()
 

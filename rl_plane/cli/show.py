@@ -417,36 +417,38 @@ def _checked(reply: Reply) -> list[str]:
             result = rank.get("checksum") or match or row.get("status")
             rows.append({"instance_id": row["instance_id"], "rank": rank.get("rank"), "result": result})
     lines = [table(rows, {"INSTANCE": "instance_id", "RANK": "rank", "RESULT": "result"})]
-    groups = _equal_weights(reply)
-    if len(groups) > 1:
-        apart = " | ".join(", ".join(names) for names in groups)
-        lines.append(
-            f"the weights of {len(groups)} groups of workers differ: {apart}. Only workers of one engine with "
-            "the same number of ranks can be compared; choose them with --workers."
-        )
-    elif sum(map(len, groups)) > 1:
-        lines.append("all workers have equal weights")
+    for component, groups in _equal_weights(reply).items():
+        where = f" of the component {component}" if component else ""
+        if len(groups) > 1:
+            apart = " | ".join(", ".join(names) for names in groups)
+            lines.append(
+                f"the weights of {len(groups)} groups of workers{where} differ: {apart}. Only workers of one engine "
+                "with the same number of ranks can be compared; choose them with --workers."
+            )
+        elif len(groups[0]) > 1:
+            lines.append(f"all workers{where} have equal weights")
     return lines
 
 
 def weights_differ(reply: Reply) -> bool:
-    """Reports whether a reply of `check_weights` shows workers with other weights than others, or than their own
-    snapshot."""
+    """Reports whether a reply of `check_weights` shows workers with other weights than others of their component, or
+    than their own snapshot."""
     ranks = [rank for row in engine_replies(reply) for rank in row.get("ranks") or ()]
-    return len(_equal_weights(reply)) > 1 or any(rank.get("match") is False for rank in ranks)
+    return any(len(groups) > 1 for groups in _equal_weights(reply).values()) or any(
+        rank.get("match") is False for rank in ranks
+    )
 
 
-def _equal_weights(reply: Reply) -> list[list[str]]:
-    """The instance ids of the workers with checksums. Workers with the same checksums in the same ranks are one
-    group."""
-    groups: dict[tuple[tuple[Any, str], ...], list[str]] = {}
+def _equal_weights(reply: Reply) -> dict[str, list[list[str]]]:
+    """The instance ids of the workers with checksums, by component ("" where the rows name none). Workers of a
+    component with the same checksums in the same ranks are one group."""
+    found: dict[str, dict[tuple[tuple[Any, str], ...], list[str]]] = {}
     for row in engine_replies(reply):
-        ranks = [rank for rank in row.get("ranks") or () if "checksum" in rank]
-        if ranks:
-            groups.setdefault(tuple((rank.get("rank"), rank["checksum"]) for rank in ranks), []).append(
-                row["instance_id"]
-            )
-    return list(groups.values())
+        sums = tuple((rank.get("rank"), rank["checksum"]) for rank in row.get("ranks") or () if "checksum" in rank)
+        if sums:
+            groups = found.setdefault(row.get("component", ""), {})
+            groups.setdefault(sums, []).append(row["instance_id"])
+    return {component: list(groups.values()) for component, groups in found.items()}
 
 
 def _count(reply: Reply) -> str:

@@ -87,8 +87,8 @@ def commands() -> list[click.Command]:
     ID is an update's id, as `rl-plane state` shows it."""
     check = """Checksum or compare the weights.
 
-    The exit code is 1 if workers have different checksums, or if a worker differs from its snapshot. Workers of
-    different engines, or with different numbers of ranks, always differ: choose workers with --workers."""
+    The exit code is 1 if workers of a component have different checksums, or if a worker differs from its snapshot.
+    Workers of different engines, or with different numbers of ranks, always differ: choose workers with --workers."""
     return [
         _command("state", "Show the fleet and each worker.", "state", common),
         _command("workers", "List the workers.", "workers", common),
@@ -346,7 +346,7 @@ def waiting(op: str, call: Callable[[], dict[str, Any]], bound_s: float, given: 
     """Makes a call on a thread, so that its bound holds for all of it, and Ctrl-C ends the wait at once."""
     values = given.values
     shown: ReadState | None = None
-    if op in SHOWN and not over_nats(given):
+    if op in SHOWN and not over_nats(given, only_there=()):  # the caller has refused what a frontend ignores
         components = values["components"]
         body = {**STATE_BODY, "component": list(components)} if len(components) == 1 else STATE_BODY
         shown = partial(call_facade, values["url"], values["admin_key"], "state", body, STATE_S)

@@ -122,10 +122,11 @@ def update(state: CommandState) -> Steps:
 
 
 def survey(
-    state: CommandState, continues: Callable[[UpdateSession], bool] | None = None
+    state: CommandState, continues: Callable[[UpdateSession], bool] | None = None, own: str = ""
 ) -> Generator[Instruction, Any, tuple[UpdateSession | None, DecisionRecord]]:
     """Returns the session that waits, if this command `continues` it, and the committed record. First finishes an
-    update that a coordinator had decided before it died."""
+    update that a coordinator had decided before it died. `own`: the id of the update that this command completes, which
+    its caller need not name."""
     state.seen = seen = yield Survey()
     session = yield from end_other_session(state, continues)
     base = seen.record
@@ -139,7 +140,7 @@ def survey(
             base, _ = yield from go_back(state, base, UpdatePolicy())
         base = opened_record(state, base)
         # The answer has the canary's result only for this command's own update.
-        if base.update_id != state.command.update_id:
+        if base.update_id not in (state.command.update_id, own):
             state.settlement = None
         state.seen = yield Survey("recheck")  # a worker that only this update had closed is open now
     return session, base
@@ -187,7 +188,7 @@ def finish_again(
     committed record. None: NATS or the lock is lost again, and the next holder of the lock finishes the update."""
     try:
         yield Watch(record, 0.0)  # until NATS is back
-        _, base = yield from survey(state)
+        _, base = yield from survey(state, own=record.update_id)
     except PlaneError:
         return None
     return base if base.update_id == record.update_id else None

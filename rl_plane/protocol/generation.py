@@ -15,6 +15,9 @@ from rl_plane.protocol.prompt_tops import PromptTops
 from rl_plane.protocol.routed_experts import RoutedExperts
 from rl_plane.protocol.structured_output import StructuredOutput
 
+ALL_THAT_FITS = 1 << 30
+"""The `max_tokens` of a request whose caller wants as many tokens as there is room for. No worker has room for so
+many."""
 MAX_PROMPT_TOKENS = 1 << 20
 """More prompt tokens than any engine takes. It bounds the list before the engine checks its own limit."""
 MAX_PROMPT_LOGPROBS = 1 << 16

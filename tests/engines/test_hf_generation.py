@@ -136,6 +136,20 @@ async def test_processed_logprobs_are_of_the_logits_that_tokens_are_drawn_from(
         assert [value for _, value in top] == pytest.approx(likeliest, abs=1e-4)
 
 
+async def test_a_barred_token_whose_logit_is_no_number_ends_the_request(models: Models) -> None:
+    from worker.engines.hf.adapter import build
+
+    engine: Any = build(EngineOptions(models.tiny, logprobs_mode="processed_logprobs"))
+    await engine.start()
+    try:
+        with torch.no_grad():
+            engine.model.lm_head.weight[77] = math.nan
+        with pytest.raises(EngineFailed, match="finite"):
+            await run(engine, ask([5, 6], allowed_token_ids=[1, 2, 3]))
+    finally:
+        await engine.close()
+
+
 async def test_prompt_logprobs_are_those_of_a_plain_forward(start: Start, models: Models, plain: Any) -> None:
     # Some prefills are split, and others run beside requests that decode.
     engine = await start(models.tiny, max_batch_tokens=24, page_size=8, num_blocks=128)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.completions.native_bodies import ALL_THAT_FITS, plan_sglang, plan_vllm
+from frontend.completions.native_bodies import plan_sglang, plan_vllm
 from frontend.completions.plans import Plan, plan_chat, plan_completion
+from rl_plane.protocol.generation import ALL_THAT_FITS
 from tests.support.frontend_process import (
     PROMPT,
     error_of,

@@ -6,6 +6,7 @@ from rl_plane.cli.explain.finding import Finding
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
 from rl_plane.cli.explain.wording import STOPPED, in_brackets, look_at, seconds, with_state
 from rl_plane.cli.show import left_words
+from rl_plane.protocol.generation import ALL_THAT_FITS
 
 SILENT_S = 6.0
 """A worker that answers nothing has left the fleet after this time."""
@@ -131,7 +132,8 @@ def of_starting(facts: KnownFacts, one: Row) -> Finding:
 def of_request(row: Row, always: bool = False) -> list[Finding]:
     """Returns the finding of a running request, or none if its tokens come. `always`: returns it then too."""
     since, worker = float(row["since_progress_s"]), row["worker"]
-    made = f"{row['tokens']} of at most {row['max_tokens']} tokens"
+    most = "" if row["max_tokens"] == ALL_THAT_FITS else f" of at most {row['max_tokens']}"
+    made = f"{row['tokens']}{most} tokens"
     if worker is None:
         return [
             Finding(

@@ -60,6 +60,10 @@ async def test_a_write_without_an_answer_names_the_disk_and_the_doctor_finds_it(
         assert errors[-1].startswith("it takes no more writes to this stream until it starts again; make room")
         assert server.new_errors() == []
         assert server.needs_restart
+        await asyncio.to_thread(server.restart)
+        await fill_for_a_moment(server, bus, subjects)
+        assert server.new_errors()
+        assert not server.needs_restart, "a restart that has not helped is not repeated at once"
     finally:
         await bus.close()
 

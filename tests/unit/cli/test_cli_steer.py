@@ -339,6 +339,14 @@ def test_a_flag_that_a_frontend_ignores_is_refused(
     assert facade.asked == []
 
 
+def test_publish_beside_a_frontend_takes_the_files_for_nats(
+    facade: Facade, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """object_store connects to NATS by these files. Here the command fails later: the directory is empty."""
+    assert main.run(["publish", str(tmp_path), "--transport", "object_store", "--nats-ca", "ca.pem"]) == 1
+    assert "ignores" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("components", [[], ["policy"], ["policy", "reward"]])
 def test_ready_listens_to_the_events_of_each_component_that_it_waits_for(
     facade: Facade, capsys: pytest.CaptureFixture[str], components: list[str]
@@ -572,6 +580,17 @@ def test_check_compares_each_rank_with_the_same_rank_of_other_workers(
     facade.answers(_checks((ID_A, ranks), (ID_B, ranks)))
     assert main.run(["check"]) == 0
     assert "all workers have equal weights" in capsys.readouterr().out
+
+
+def test_check_compares_no_workers_of_different_components(
+    facade: Facade, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reply = _checks((ID_A, [{"checksum": "11"}]), (ID_B, [{"checksum": "22"}]))
+    for row, component in zip(reply["workers"], ("policy", "reward"), strict=True):
+        row["component"] = component
+    facade.answers(reply)
+    assert main.run(["check"]) == 0
+    assert "differ" not in capsys.readouterr().out
 
 
 def test_check_exits_with_1_if_a_worker_differs_from_its_snapshot(

@@ -46,10 +46,13 @@ from tests.support.update_machine import (
     body,
     lora,
     ok,
+    prepare,
     report,
     serving,
+    session_of,
     silent,
     update,
+    with_session,
 )
 
 # ---- the numeric canary ----
@@ -265,6 +268,21 @@ def test_a_call_whose_nats_stays_away_before_the_verdict_still_watches_the_worke
     driver = with_canary(scored(-1.0, -1.0, -1.0), gate=LOST, watch=[away, serving("abc")])
     assert driver.outcome().excluded == []
     assert [one.timeout_s for one in driver.all(Watch)] == [0.0, 60.0]
+
+
+def test_a_completed_update_that_an_outage_delays_keeps_its_warning_though_its_call_names_no_id() -> None:
+    canary = {"canary": CANARY, "on_canary_failure": "warn"}
+    driver = with_session(
+        UpdateCommand("complete", ""),
+        session_of(prepare(policy=canary)),
+        R0,
+        gate=[LOST, None],
+        commit=scored(-5.0, -5.0, -5.0),
+    )
+    driver.reports = [report(key, R0, canary={"vocab_size": 10, "max_model_len": 10}) for key in MEMBERS]
+    outcome = driver.outcome()
+    assert outcome.canary is not None
+    assert outcome.canary["warning"]
 
 
 def test_a_rolling_update_whose_way_back_is_lost_goes_back_and_asks_no_further_worker() -> None:

@@ -18,7 +18,7 @@ from frontend.completions.reply_choice import Choice
 from frontend.completions.rollout_record import RolloutRecord
 from frontend.records.record_writer import RecordWriter
 from rl_plane.errors import InvalidRequest
-from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.generation import ALL_THAT_FITS, GenerateRequest
 
 BOUND_S = 10.0
 FIRST_NS = 10**9
@@ -83,6 +83,11 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
     until(lambda: writer.counts["written"] == 7)
     writer.close()
     assert [line["id"] for line in lines(tmp_path / "records")] == ["r4", "r5", "r6"]
+
+
+def test_a_record_of_a_request_without_a_length_asks_for_the_tokens_that_were_made() -> None:
+    assert record(tokens=7, max_tokens=ALL_THAT_FITS).to_wire()["body"]["max_tokens"] == 7
+    assert record(tokens=0, max_tokens=ALL_THAT_FITS).to_wire()["body"]["max_tokens"] == 1
 
 
 def test_a_record_that_does_not_fit_into_the_queue_is_dropped_at_once(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -303,6 +304,9 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         tokens, drawn_from = choose(logits, streams)
         shown = drawn_from if self._processed_logprobs else logits
         logprobs, tops = chosen_logprobs(shown, tokens), likeliest(shown, streams)
+        if self._processed_logprobs:  # a barred token hides its NaN from these
+            finite = torch.isfinite(logits.logsumexp(-1)).tolist()
+            logprobs = [one if whole else math.nan for one, whole in zip(logprobs, finite, strict=True)]
         output_ids[0, : len(tokens)] = torch.tensor(tokens, dtype=output_ids.dtype, device=output_ids.device)
         for stream, token, logprob, top in zip(streams, tokens, logprobs, tops, strict=True):
             if stream.is_finite(logprob):
