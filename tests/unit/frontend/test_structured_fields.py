@@ -102,7 +102,7 @@ def test_a_record_asks_for_the_same_form_again() -> None:
     for body, form, _ in OF_OPENAI:
         (request,) = completion(**body).requests
         again = completion(
-            **{key: value for key, value in body_of(request).items() if key == "structured_outputs"}
+            **{key: value for key, value in body_of(request, 1).items() if key == "structured_outputs"}
         )
         (repeated,) = again.requests
         assert repeated.structured_output is not None
