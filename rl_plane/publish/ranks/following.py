@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rl_plane.errors import PlaneError, error_from_wire
+from rl_plane.errors import PlaneError, Unavailable, error_from_wire
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.publish_options import PublishOptions
@@ -150,10 +150,19 @@ class Following:
             self._publication.finish_reading()
 
     def gather(self) -> None:
-        """Gathers with the other ranks for rank 0, which sends all. Raises only Ctrl-C: `end` reports the error."""
+        """Gathers with the other ranks for rank 0, which sends all. Raises only Ctrl-C: `end` reports the error. A rank
+        that can't reach rank 0 gathers too, and does not learn the outcome."""
         try:
             try:
                 self._follower.link.interrupt = self._interrupt
+            except Unavailable as error:
+                self._ended = True
+                log.warning(
+                    "this rank does not learn whether %s is committed: %s; %s",
+                    self._publication.version,
+                    error,
+                    error.facts["fix"],
+                )
             finally:  # the other ranks gather in any case
                 drain(self._taken.tensors)
         except BaseException as error:

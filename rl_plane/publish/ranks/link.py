@@ -47,6 +47,11 @@ BEGIN = 0
 INTERRUPTS = ("close", "abort")
 """Commands that a rank obeys at once, in the middle of another one."""
 
+REACHABLE = (
+    "on rank 0 set MASTER_ADDR to an address of its machine that the other ranks reach, or give options={'host': "
+    "ADDRESS} if the transport has this option"
+)
+"""The fix if the other ranks can't reach rank 0, or if rank 0 finds no address to tell them."""
 RESTART = "look at that rank's own log; start the trainer again if the rank is gone"
 
 
@@ -337,8 +342,7 @@ class FollowingRankLink:
         except OSError as error:
             raise Unavailable(
                 f"rank {rank} can't reach rank 0 of the trainer at {address[0]}:{address[1]}: {error}",
-                field="options.host",
-                fix="on rank 0 give options={'host': ADDRESS}, an address that the other ranks reach",
+                fix=REACHABLE,
             ) from error
         self._line = Line(connection, "rank 0", self._heard)
         self._beats = _Beats(lambda: [self._line], lambda: self.step)

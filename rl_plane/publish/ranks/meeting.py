@@ -14,6 +14,7 @@ from typing import Any
 from rl_plane._util.own_address import own_address
 from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.publish.ranks.gather_group import default_store
+from rl_plane.publish.ranks.link import REACHABLE
 from rl_plane.publish.sources.base import Taken
 
 _numbers = itertools.count()
@@ -54,8 +55,8 @@ class MeetingPoint:
         except (OSError, ValueError) as error:
             raise InvalidRequest(
                 f"this rank has no address towards MASTER_ADDR {master!r}: {error}",
-                field="options.host",
-                fix="options={'host': ADDRESS}, an address of this machine that the other ranks reach",
+                field="MASTER_ADDR",
+                fix=REACHABLE,
             ) from error
 
     def announce(self, address: tuple[str, int], secret: str) -> None:

@@ -274,8 +274,17 @@ class ObjectStoreSender(Sender):
     # ---- the connection ----
 
     def _connected(self) -> NatsSocket:
+        """The open connection, or a new one. Raises Unauthorized if the server does not let this process in. An error
+        that ends an open connection, such as an expired token, does not say that: a new one reads the token again."""
         if (connection := self._socket) is None:
-            connection = self._socket = NatsSocket(self._url, NAME, CONNECT_TIMEOUT_S, self._credentials)
+            try:
+                connection = self._socket = NatsSocket(self._url, NAME, CONNECT_TIMEOUT_S, self._credentials)
+            except OSError as error:
+                where = self._url.rpartition("@")[2]  # without a password
+                stays_out = why_refused(error, where, self._credentials.load(), self._credentials)
+                if stays_out is not None:
+                    raise stays_out from error
+                raise
         return connection
 
     def _drop(self) -> None:
@@ -302,11 +311,6 @@ class ObjectStoreSender(Sender):
                 self._drop()
                 if self._closed != closed:
                     raise Unavailable("the sender was closed") from error
-                where = self._url.rpartition("@")[2]  # without a password
-                if (
-                    stays_out := why_refused(error, where, self._credentials.load(), self._credentials)
-                ) is not None:
-                    raise stays_out from error
                 if progress() > reached:
                     give_up, reached = time.monotonic() + self._outage_s, progress()
                 if time.monotonic() > give_up:
