@@ -23,7 +23,5 @@ def raise_open_limit() -> None:
     `select`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if bounded(soft) < bounded(hard):
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # a sandbox may forbid it; the process then works with fewer
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it: the process works with fewer
             resource.setrlimit(resource.RLIMIT_NOFILE, (bounded(hard), hard))

@@ -22,6 +22,8 @@ from rl_plane.protocol.versions import (
     tensors_digest,
 )
 
+CHANGED_FIX = "publish the weights again, and don't change them while they are read"
+"""The fix of an error about bytes that have another digest than stated."""
 ALIGN_BYTES = 64
 """The alignment of tensors in a bucket: a cache line, so every dtype can be read in place."""
 

@@ -28,7 +28,7 @@ from rl_plane.transports.base import Delivery
 from rl_plane.weights import delta_codec
 from rl_plane.weights.checkpoint import Kind, Places, open_checkpoint
 from rl_plane.weights.hashed_copy import copy, copy_hashed, is_same_memory
-from rl_plane.weights.manifest import are_digests
+from rl_plane.weights.manifest import CHANGED_FIX, are_digests
 from worker.receive.received_bytes import ReceivedBytes
 from worker.receive.staging_area import StagingArea
 from worker.receive.weight_holder import Staged, WeightHolder
@@ -297,7 +297,7 @@ class DigestingStream:
         if algorithm_of(digest) == algorithm_of(wanted):
             raise _refuse(
                 f"{source} version digest {digest}, but {wanted} is wanted",
-                fix=f"{FIX}. If the update states a digest, state the one of these weights",
+                fix=f"{CHANGED_FIX}. If the update states a digest, state the one of these weights",
                 digest=digest,
                 expected_digest=wanted,
             )
@@ -309,10 +309,7 @@ class DigestingStream:
             )
 
 
-FIX = "publish the weights again, and don't change them while they are read"
-
-
-def _refuse(what: str, *, tensor: str | None = None, fix: str = FIX, **facts: str) -> InvalidWeights:
+def _refuse(what: str, *, tensor: str | None = None, fix: str = CHANGED_FIX, **facts: str) -> InvalidWeights:
     return InvalidWeights(
         what,
         field="transport",

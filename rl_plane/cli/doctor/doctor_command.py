@@ -31,8 +31,8 @@ def commands() -> list[click.Command]:
     doc = """Check what the fleet needs: a line for each check, ok, warning or error, with the fix.
 
     It changes nothing of the fleet. It writes one entry into the state's bucket, which disappears after 60 s. The exit
-    code is 1 if there is an error. --weight-root names directories that must be
-    the same for all workers; they must be beneath the workers' own weight roots."""
+    code is 1 if there is an error. --weight-root names directories that must be the same for all workers; they must be
+    beneath the workers' own weight roots."""
     return [command("doctor", doc, run_doctor, ("asked_roots", "components", *REACH))]
 
 

@@ -40,7 +40,7 @@ from rl_plane.transports.nixl.relay_chooser import BucketRead, Chooser
 from rl_plane.transports.nixl.wire import RegisteredMemory
 from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.weights.hashed_copy import copy_hashed
-from rl_plane.weights.manifest import Manifest, PackedBucket, pack
+from rl_plane.weights.manifest import CHANGED_FIX, Manifest, PackedBucket, pack
 
 log = logging.getLogger("rl_plane.transports.nixl.receiver")
 
@@ -446,7 +446,7 @@ class RelayedPull(PackedDelivery):
             raise InvalidWeights(
                 f"the trainer's bucket {read.bucket} has not the digests that it stated",
                 field="transport",
-                fix="publish the weights again, and don't change them while they are read",
+                fix=CHANGED_FIX,
             )
         log.warning("%s got wrong bytes from %s", self._plan.worker, read.source)
         self._lose(reading, read.source, "its bytes are wrong")

@@ -89,23 +89,18 @@ def test_sglangs_raw_logprobs_are_of_the_logits_before_grammars_and_biases(limit
     assert sample_with_raw_logprobs(sampled, "sampler", "output", sampling, True) is None, "processed logprobs"
 
 
-def test_vllms_raw_logprobs_and_counts_are_of_the_logits_before_grammars() -> None:
-    raw = RawLogits(of_logprobs=True)
+@pytest.mark.parametrize("of_logprobs", [True, False])
+def test_vllms_counts_are_of_the_logits_before_grammars_and_so_are_raw_logprobs(of_logprobs: bool) -> None:
+    raw = RawLogits(of_logprobs)
     logits = torch.tensor([[1.0, 2.0], [math.nan, 2.0]])
     raw.keep(logits)
     logits[:] = -math.inf
     assert raw.count(logits).tolist() == [0, 1]
-    assert raw.of(logits).tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    if of_logprobs:
+        assert raw.of(logits).tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    else:
+        assert raw.of(logits) is logits, "processed logprobs"
     later = torch.tensor([[3.0, 4.0], [math.inf, 0.0]])
     assert raw.of(later) is later
     assert raw.count(later).tolist() == [0, 1]
     assert raw.of(logits) is logits, "of one step only"
-
-
-def test_vllms_processed_logprobs_are_of_the_logits_after_grammars_and_its_counts_of_those_before() -> None:
-    raw = RawLogits(of_logprobs=False)
-    logits = torch.tensor([[1.0, 2.0], [math.nan, 2.0]])
-    raw.keep(logits)
-    logits[:] = -math.inf
-    assert raw.count(logits).tolist() == [0, 1]
-    assert raw.of(logits) is logits
