@@ -116,8 +116,9 @@ FIXES = {
 WORDS = {
     "tuple_type": "Input should be a valid list",
     "unexpected_keyword_argument": "Extra inputs are not permitted",
+    "union_tag_not_found": "Its kind is missing",
 }
-"""pydantic's type of an error → its message, where pydantic's own names a thing of Python's."""
+"""pydantic's type of an error → its message, where pydantic's own names a thing of Python's or of pydantic's."""
 
 TAGS = {("target", "base"), ("target", "lora")}
 """A field and the kind of its value. pydantic puts the kind into the path of a part's error, and a request does not."""
