@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -56,6 +57,11 @@ def descriptors(pid: int | str = "self") -> list[str]:
         with suppress(FileNotFoundError):
             found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
     return sorted(one for one in found if one.startswith(("socket:", "/memfd:")))
+
+
+def more_descriptors(before: list[str]) -> list[str]:
+    """What is open and was not open before. What an earlier test's threads close late is no matter of this one."""
+    return sorted((Counter(descriptors()) - Counter(before)).elements())
 
 
 def maps(pid: int | str = "self") -> list[str]:
