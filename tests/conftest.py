@@ -45,10 +45,15 @@ START_S = 30.0
 """A worker process is up within a second on an idle machine."""
 
 
+gc.disable()
+"""Until the tests are collected: the collector would scan thousands of them again and again, and find no garbage."""
+
+
 def pytest_collection_finish() -> None:
     """Excludes the modules and the tests from garbage collection. Many tests collect garbage, and each of these
     collections would scan thousands of tests for a second."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
