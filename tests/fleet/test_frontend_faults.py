@@ -331,13 +331,15 @@ async def until_leaving(http: httpx.AsyncClient) -> httpx.Response:
 async def test_sigterm_lets_what_is_under_way_end(plane: Plane) -> None:
     plane.spawn(token_delay_s=0.05)
     body = {"prompt_token_ids": PROMPT, "max_tokens": 120, "stream": True, "return_token_ids": True}
-    async with frontend_process(plane, drain_s=30) as (process, http, _):
+    async with frontend_process(plane, drain_s=30) as (process, http, metrics):
         digest = (await ask(http, max_tokens=1))["nvext"]["weight_version"]["digest"]
         async with http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.aiter_lines()
             tokens = (await next_event(lines))["choices"][0]["token_ids"]
             process.send_signal(signal.SIGTERM)
             refused = await until_leaving(http)
+            late = await http.post(metrics.replace("/metrics", "/v1/rl/update_weights"), json={})
+            assert (late.status_code, late.headers["retry-after"]) == (503, "1")
             assert error_of(refused, 503)["message"] == "this frontend is shutting down"
             assert refused.headers["retry-after"] == "1"
             assert (await http.get("/health")).status_code == 503
