@@ -85,7 +85,7 @@ def _generation_endpoint(
         call = GenerationCall(generation, plan, reply)
         if plan.stream:
             return EventStream(call.stream(), limits=generation.limits)
-        return json_response(await unless_gone(request.receive, call.whole()))
+        return Response(await unless_gone(request.receive, call.whole()), media_type="application/json")
 
     return answer
 
