@@ -32,6 +32,7 @@ from frontend.server.bodies import read_prompts_body
 from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.replies import json_response
 from rl_plane.errors import InvalidRequest, NotFound, Unsupported
+from rl_plane.protocol.validation import Body
 
 HEALTH = "/health"
 CALLER_ID = "x-request-id"
@@ -107,6 +108,13 @@ def add_generation(
     )
 
 
+class HealthQuery(Body):
+    """`GET /health`"""
+
+    component: str | None = None
+    """A component that the frontend serves: a worker of it is there, or 503."""
+
+
 def add_generation_routes(api: Api, components: ComponentChooser, *, as_engine: bool = False) -> None:
     """`as_engine`: clients take the listener for one engine. Trainers wait for its `/health`, then ask for the model
     at once, so `/health` answers 503 until a worker is there."""
@@ -131,7 +139,7 @@ def add_generation_routes(api: Api, components: ComponentChooser, *, as_engine: 
         if as_engine
         else "The frontend runs. `?component=NAME`: a worker of it is there, or 503."
     )
-    add("GET", HEALTH, health, words, None, needs_key=False, shape=None)
+    add("GET", HEALTH, health, words, None, needs_key=False, shape=None, bodies=(HealthQuery,), in_query=True)
     add("GET", "/v1/models", models, "The models and adapters that are served.", ModelList, roles=ANY_KEY)
     for path, body, make_plan, prefix, reply_format, reply in ROUTES:
         add(

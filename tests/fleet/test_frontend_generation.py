@@ -483,6 +483,7 @@ async def test_a_key_guards_it(plane: Plane) -> None:
         http.headers["Authorization"] = "Bearer k"
         await ask(http)
         paths = (await http.get("/openapi.json")).json()["paths"]
+        assert [one["name"] for one in paths["/health"]["get"]["parameters"]] == ["component"]
         operation = paths["/v1/completions"]["post"]
         assert "requestBody" in operation
         assert operation["tags"] == ["generate"]
