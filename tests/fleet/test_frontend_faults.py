@@ -338,11 +338,12 @@ async def test_sigterm_lets_what_is_under_way_end(plane: Plane) -> None:
             tokens = (await next_event(lines))["choices"][0]["token_ids"]
             process.send_signal(signal.SIGTERM)
             refused = await until_leaving(http)
-            late = await http.post(metrics.replace("/metrics", "/v1/rl/update_weights"), json={})
-            assert (late.status_code, late.headers["retry-after"]) == (503, "1")
             assert error_of(refused, 503)["message"] == "this frontend is shutting down"
             assert refused.headers["retry-after"] == "1"
             assert (await http.get("/health")).status_code == 503
+            new = {"transport": {"backend": "filesystem", "path": str(plane.model(1))}}
+            late = await http.post(metrics.replace("/metrics", "/v1/rl/update_weights"), json=new)
+            assert (late.status_code, late.headers["retry-after"]) == (503, "1")
             while (event := await next_event(lines)) != "[DONE]":
                 tokens += event["choices"][0]["token_ids"]
         assert tokens == tokens_under(digest, 0, 120)
