@@ -155,7 +155,9 @@ class Frontend:
         )
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests, and waits for those under way."""
+        """Refuses new requests and new updates, and waits for the requests under way."""
+        for one in self.components:
+            one.calls.leave()
         await asyncio.gather(*(one.generation.drain(timeout_s) for one in self.components))
 
     def end_streams(self) -> None:

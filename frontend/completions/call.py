@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 from frontend.completions.openai_replies import openai_error
@@ -37,8 +36,10 @@ log = logging.getLogger("frontend.completions.call")
 
 EVENTS_QUEUE = 64
 """Deltas of all choices that may wait for a slow reader. Then the workers wait too."""
-MAX_TOPS_ON_LOOP = 1 << 13
-"""Likeliest tokens of prompts that the event loop itself writes into a reply, in some 10 ms. A thread writes more."""
+MAX_VALUES_ON_LOOP = 1 << 13
+"""Tokens, likeliest tokens and numbers of vectors that the event loop itself writes into a reply, in some 10 ms. A
+thread writes more."""
+FLOAT_BYTES = 4
 DONE = b"[DONE]"
 GOOD = ("ok", "disconnected")
 """Outcomes of a call in which the plane has not failed."""
@@ -90,7 +91,8 @@ class GenerationCall:
         """Monotonic seconds of each choice's last tokens."""
         self._first_token_s: list[float | None] = [None] * len(self._choices)
 
-    async def whole(self) -> Any:
+    async def whole(self) -> bytes:
+        """The whole reply, in JSON."""
         created = int(time.time())
         self._gather_s = GATHER_S  # the reply is sent at its end
         self._begin_span()
@@ -105,18 +107,28 @@ class GenerationCall:
             except PlaneError as error:
                 self._add_partial(error)
                 raise
-        make = partial(self._reply.whole, self._plan, self._choices, model, created)
-        # A large reply takes a second to make, and other callers wait for the loop.
-        return await asyncio.to_thread(make) if self._prompt_tops > MAX_TOPS_ON_LOOP else make()
+
+        def write() -> bytes:
+            return to_json(self._reply.whole(self._plan, self._choices, model, created))
+
+        # A large reply takes seconds to write, and other callers wait for the loop.
+        return await asyncio.to_thread(write) if self._values() > MAX_VALUES_ON_LOOP else write()
+
+    def _values(self) -> int:
+        """The tokens and numbers that the reply may have."""
+        pairs = zip(self._plan.requests, self._choices, strict=True)
+        made = sum(len(choice.token_ids) * (1 + request.top_logprobs) for request, choice in pairs)
+        return made + self._prompt_tops + sum(len(one.pooled or b"") // FLOAT_BYTES for one in self._choices)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        plan, begun = self._plan, False
+        begun = False
         ends: dict[int, tuple[GenerateDelta, int]] = {}
         """The last delta of each choice whose calls are being read, and where its text begins."""
         self._begin_span()
         try:
-            async with self._service.counted(plan, self._on_end):
+            async with self._service.counted(self._plan, self._on_end):
                 model, run = await self._begin()
+                plan = self._plan  # complete by now
                 chunks = self._reply.chunks(plan, self._choices, model, int(time.time()))
                 async with aclosing(run) as events:
                     async for index, event in events:

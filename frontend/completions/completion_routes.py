@@ -32,6 +32,7 @@ from frontend.server.bodies import read_prompts_body
 from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.replies import json_response
 from rl_plane.errors import InvalidRequest, NotFound, Unsupported
+from rl_plane.protocol.validation import Body
 
 HEALTH = "/health"
 CALLER_ID = "x-request-id"
@@ -85,7 +86,7 @@ def _generation_endpoint(
         call = GenerationCall(generation, plan, reply)
         if plan.stream:
             return EventStream(call.stream(), limits=generation.limits)
-        return json_response(await unless_gone(request.receive, call.whole()))
+        return Response(await unless_gone(request.receive, call.whole()), media_type="application/json")
 
     return answer
 
@@ -105,6 +106,13 @@ def add_generation(
     api.add(
         Operation(method=method, path=path, endpoint=endpoint, name=name, summary=summary, tags=(TAG,), **shown)
     )
+
+
+class HealthQuery(Body):
+    """`GET /health`"""
+
+    component: str | None = None
+    """A component that the frontend serves: a worker of it is there, or 503."""
 
 
 def add_generation_routes(api: Api, components: ComponentChooser, *, as_engine: bool = False) -> None:
@@ -131,7 +139,7 @@ def add_generation_routes(api: Api, components: ComponentChooser, *, as_engine: 
         if as_engine
         else "The frontend runs. `?component=NAME`: a worker of it is there, or 503."
     )
-    add("GET", HEALTH, health, words, None, needs_key=False, shape=None)
+    add("GET", HEALTH, health, words, None, needs_key=False, shape=None, bodies=(HealthQuery,), in_query=True)
     add("GET", "/v1/models", models, "The models and adapters that are served.", ModelList, roles=ANY_KEY)
     for path, body, make_plan, prefix, reply_format, reply in ROUTES:
         add(

@@ -132,7 +132,7 @@ function poll() {
 }
 
 function pollAbout() {
-  if (byId("ask").hidden) want("about", "updates");
+  if (byId("ask").hidden) want("about", "updates", ...(facts.errors.workers ? ["workers"] : []));
   setTimeout(pollAbout, ABOUT_MS);
 }
 

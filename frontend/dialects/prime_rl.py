@@ -22,6 +22,7 @@ from frontend.dialects.common.transaction import Transactions
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import DialectRequest, Fields, NoFields, ParsedRequest, SharedRoutes, report
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
+from rl_plane.protocol.fleet_ops import Select
 from rl_plane.protocol.validation import Label
 from rl_plane.protocol.vllm_bodies import ANOTHER_WAY
 
@@ -142,6 +143,13 @@ def _mount_updates(
     )
     async def update(request: ParsedRequest[PrimeRlUpdateFields]) -> Any:
         fields = request.fields
+        selected = [name for name in Select.model_fields if prefix and request.has(name)]
+        if selected:
+            raise InvalidRequest(
+                "this is prime-rl's body, and its update is of this frontend's own component",
+                field=selected[0],
+                fix="leave it out; or send the facade's own body: transport {backend: filesystem, path} and version",
+            )
         for name, keeps_cache in (
             ("reset_prefix_cache", not fields.reset_prefix_cache),
             ("skip_prefix_cache_reset", fields.skip_prefix_cache_reset),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,6 +23,7 @@ from frontend.server.shared_routes import DialectRequest, Handler, SharedRoutes
 from rl_plane._util.metric_families import CONTENT_TYPE
 from rl_plane.errors import InvalidRequest, NotFound
 from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp
+from rl_plane.protocol.validation import Body
 
 PREFIX = "/v1/rl/"
 HEALTH = PREFIX + "health"
@@ -41,6 +43,27 @@ MAX_DIGITS = 18
 """The digits of an event's id, and some more."""
 MAX_ID_CHARS = 128
 """The characters of a request's id, and some more."""
+
+
+class EventsQuery(Body):
+    """`GET /v1/rl/events`"""
+
+    since_s: int | None = Field(None, ge=0)
+    """The kept events of so many seconds come first."""
+    follow: bool = True
+    """False: the stream ends after the kept events."""
+    component: str | None = None
+    """A component that the frontend serves. None: its own."""
+
+
+class RequestsQuery(Body):
+    """`GET /v1/rl/requests`"""
+
+    id: str = Field("", max_length=MAX_ID_CHARS)
+    """Only the choices whose ids begin so."""
+    component: str | None = None
+    """Only the choices of this component. None: those of all."""
+
 
 REQUESTS_DOC = """The choices that this frontend carries to workers now, at most 1,000, the longest wait first:
 
@@ -179,7 +202,7 @@ async def _health(request: Request) -> Response:
 def _add_streams(api: Api, find_events: FindEvents, metrics: FrontendMetrics) -> None:
     async def follow(request: Request) -> Response:
         for name in request.query_params:
-            if name not in ("since_s", "follow", "component"):
+            if name not in EventsQuery.model_fields:
                 raise InvalidRequest(f"unknown field {name!r}", field=name, fix="use since_s, follow or component")
         events = find_events(request.query_params.get("component"))
         if (follows := request.query_params.get("follow", "true")) not in ("true", "false"):
@@ -202,6 +225,8 @@ def _add_streams(api: Api, find_events: FindEvents, metrics: FrontendMetrics) ->
             summary="What happens to the fleet, as it happens.",
             description=EVENTS_DOC,
             tags=(TAG,),
+            bodies=(EventsQuery,),
+            in_query=True,
             media_type="text/event-stream",
             errors=(400, 401, 404, 503),
         )
@@ -228,7 +253,7 @@ def add_own_routes(api: Api, name: str, facts: AboutFrontend, running: Mapping[s
 
     async def show_requests(request: Request) -> Response:
         for field in request.query_params:
-            if field not in ("id", "component"):
+            if field not in RequestsQuery.model_fields:
                 raise InvalidRequest(f"unknown field {field!r}", field=field, fix="use id or component")
         begins, component = request.query_params.get("id", ""), request.query_params.get("component")
         if len(begins) > MAX_ID_CHARS:
@@ -267,6 +292,8 @@ def add_own_routes(api: Api, name: str, facts: AboutFrontend, running: Mapping[s
             summary="The choices that run through this frontend.",
             description=REQUESTS_DOC,
             tags=(TAG,),
+            bodies=(RequestsQuery,),
+            in_query=True,
             errors=(400, 401, 404),
         )
     )

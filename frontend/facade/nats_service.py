@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 
 from frontend.facade.op_runner import OpRunner
 from frontend.frontend_limits import LIMITS
-from frontend.server.replies import error_body, to_json
+from frontend.server.replies import error_body, to_json, unanswered
 from rl_plane._util import tracing
 from rl_plane.bus.answers import answer_subject
 from rl_plane.bus.connection import Bus
@@ -111,6 +111,8 @@ class FleetService:
             reply = {"status": "ok", "body": await self._run(message.data, head)}
         except PlaneError as error:
             reply = error_body(error, time.monotonic() - start)
+        except asyncio.CancelledError:  # the frontend ends
+            reply = error_body(unanswered(), time.monotonic() - start)
         except Exception:
             log.exception("%s on the fleet subject", head["op"])
             reply = error_body(PlaneError("an unexpected error; see the log"), time.monotonic() - start)

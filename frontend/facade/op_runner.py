@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from frontend.server.in_flight import InFlight
-from rl_plane.errors import PlaneError
+from rl_plane.errors import PlaneError, Unavailable
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.fleet.fleet_call import ASKED_BY, CALLED_FROM
 from rl_plane.protocol.fleet_ops import FLEET_OPS
@@ -28,6 +28,11 @@ class OpRunner:
         """Called after each changing op with its name, whose key asked (`FleetCall.asked_by`), ok or the error's code,
         and the components that the caller has named."""
         self._in_flight: InFlight[dict[str, Any]] = InFlight(MAX_IN_FLIGHT, log)
+        self._is_leaving = False
+
+    def leave(self) -> None:
+        """From now on it refuses each call that begins an update. Other calls let what runs come to its end."""
+        self._is_leaving = True
 
     async def run(
         self, op: str, body: dict[str, Any], request_id: str = "", digest: str | None = None
@@ -54,10 +59,17 @@ class OpRunner:
 
     async def _change(self, op: str, body: dict[str, Any], request_id: str, digest: str | None) -> dict[str, Any]:
         if not FLEET_OPS[op].coalesce:
+            self._check_stays(op)
             return await self.fleet.run(op, body, request_id)
         short = body if digest is None else {name: one for name, one in body.items() if not isinstance(one, list)}
         content = json.dumps([short, digest], sort_keys=True, default=str)
+        if not self._in_flight.has(op, request_id, content):
+            self._check_stays(op)
         return await self._in_flight.share(op, request_id, content, lambda: self.fleet.run(op, body, request_id))
+
+    def _check_stays(self, op: str) -> None:
+        if self._is_leaving and FLEET_OPS[op].begins_update:
+            raise Unavailable("this frontend is shutting down", fix="ask another one", retry_after_s=1.0)
 
     async def close(self, grace_s: float) -> None:
         """Waits for the calls under way, then cancels the rest. The next coordinator continues those."""

@@ -20,7 +20,6 @@ from frontend.pooling.pooling_plans import PooledPlan, plan_classify, plan_embed
 from frontend.server.api import Api, Endpoint
 from frontend.server.bodies import read_prompts_body
 from frontend.server.event_stream import unless_gone
-from frontend.server.replies import json_response
 
 PlanMaker = Callable[[dict[str, Any], str, ServedModels], PooledPlan]
 
@@ -55,6 +54,8 @@ def _endpoint(choose: ChooseComponent, make_plan: PlanMaker, prefix: str) -> End
         pooled = make_plan(body, prefix + uuid.uuid4().hex, await service.models_for(None))
         session, caller_id = session_of(request.headers), request.headers.get(CALLER_ID, "")
         pooled = replace(pooled, plan=replace(pooled.plan, session=session, caller_id=caller_id))
-        return json_response(await unless_gone(request.receive, PooledCall(service, pooled).whole()))
+        return Response(
+            await unless_gone(request.receive, PooledCall(service, pooled).whole()), media_type="application/json"
+        )
 
     return answer

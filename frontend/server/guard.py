@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import ipaddress
 import logging
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.server.listener_keys import ANYBODY, Keys
-from frontend.server.replies import ErrorShape, error_response
+from frontend.server.replies import ErrorShape, error_response, unanswered
 from rl_plane.errors import InvalidRequest, PlaneError, Unauthorized
 from rl_plane.protocol.http_keys import Caller
 
@@ -64,6 +65,10 @@ class Guard:
             await self._app(scope, receive, watched)
         except ClientDisconnect:
             log.debug("the client of %s has disconnected", scope["path"])
+        except asyncio.CancelledError:  # the frontend ends
+            if started:
+                raise
+            await self._answer(unanswered(), scope["path"], time.monotonic() - start)(scope, receive, send)
         except Exception as error:
             if not isinstance(error, PlaneError):
                 log.exception("%s %s", scope["method"], scope["path"])

@@ -43,6 +43,12 @@ class LongText:
     def __init__(self, data: memoryview) -> None:
         self.data = data
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LongText) and self.data == other.data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.is_instance_schema(cls)

@@ -27,8 +27,9 @@ class KeyFile:
             before stay, and the log says why.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reload_s: float = RELOAD_S) -> None:
         self.path = path
+        self._reload_s = reload_s
         self._keys: Mapping[str, Caller] = {}
         self._stamp: tuple[int, ...] = ()
         self._looked_at = 0.0
@@ -36,7 +37,7 @@ class KeyFile:
 
     def find(self, hashed: str) -> Caller | None:
         now = time.monotonic()
-        if now - self._looked_at >= RELOAD_S:
+        if now - self._looked_at >= self._reload_s:
             self._looked_at = now
             try:
                 self._read()
@@ -47,7 +48,8 @@ class KeyFile:
     def _read(self) -> None:
         try:
             status = os.stat(self.path)
-            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+            # The ctime also changes with the mode and the owner, which mend a file that was refused.
+            stamp = (status.st_ctime_ns, status.st_size, status.st_ino)
             if stamp == self._stamp:
                 return
             self._stamp = stamp  # an error is logged once for each change
@@ -64,7 +66,7 @@ class KeyFile:
             raise InvalidRequest(
                 f"can't read {self.path}: {error.strerror}",
                 field="keys_file",
-                fix="make it with `rl-plane keys http`",
+                fix="make it with `rl-plane keys http-add`, and let this process read it",
             ) from error
         try:
             self._keys = parse_keys_file(data)

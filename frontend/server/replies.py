@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from rl_plane.errors import PlaneError, Unauthorized, Unsupported
+from rl_plane.errors import PlaneError, Unauthorized, Unavailable, Unsupported
 
 MIN_RETRY_S = 1
 """`Retry-After` counts whole seconds."""
@@ -25,6 +25,15 @@ ErrorShape = Callable[[PlaneError, float], dict[str, Any]]
 class MethodNotAllowed(PlaneError):
     code = "method_not_allowed"
     http_status = 405
+
+
+def unanswered() -> Unavailable:
+    """The error for a call that the frontend's end has cut. It is of the same type as that for a lost connection."""
+    return Unavailable(
+        "this frontend ended before it could answer, and what was asked may still be carried out",
+        fix="repeat it at another frontend; an update under its own Idempotency-Key",
+        retry_after_s=1.0,
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -24,7 +24,7 @@ MAX_WAIT_S = 3600.0
 class Select(validation.Body):
     """The workers that a call means. Every op has these fields beside its own. They may also be in an HTTP query."""
 
-    component: list[str] | None = None
+    component: list[str] | None = Field(None, min_length=1)
     """Names. A plain string is one name. Default: the configured component."""
     workers: list[str] | None = Field(None, min_length=1)
     """Instance ids. Default: all."""

@@ -85,6 +85,17 @@ async def test_update_weights_takes_dynamos_older_body_and_its_own(plane: Plane,
     assert (await http.post("/v1/rl/update_weights")).json()["error"]["field"] == "transport"
 
 
+@pytest.mark.parametrize("field", ["component", "workers", "epoch", "fingerprint"])
+async def test_its_body_below_the_facades_prefix_takes_no_selection(
+    plane: Plane, http: httpx.AsyncClient, field: str
+) -> None:
+    body = {"weight_dir": str(plane.model(1)), "weight_version": "step_1"}
+    for more, query in (({field: "1"}, {}), ({}, {field: "1"})):
+        reply = await http.post("/v1/rl/update_weights", json={**body, **more}, params=query)
+        assert (reply.status_code, reply.json()["error"]["field"]) == (400, field)
+    assert await label_of(http) != "step_1"
+
+
 @pytest.mark.parametrize(
     "body",
     [

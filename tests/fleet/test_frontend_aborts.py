@@ -211,7 +211,7 @@ async def test_a_request_that_waits_for_a_reader_of_its_calls_ends(
             plan = chat(tools=TOOLS, stop=" t", include_stop_str_in_output=True, n=choices)
             call = GenerationCall(component.generation, plan, OPENAI)
             if not streams:
-                return [await call.whole()]
+                return [json.loads(await call.whole())]
             return [json.loads(chunk) async for chunk in call.stream() if chunk != b"[DONE]"]
 
         async def waiting() -> asyncio.Task[list[dict[str, Any]]]:

@@ -125,6 +125,9 @@ async def test_the_docs_describe_every_op(rl: httpx.AsyncClient) -> None:
         assert ("requestBody" in operation) == (op.method == "POST")
         assert "steer" in operation["tags"]
         assert operation["responses"]["200"]["content"]["application/json"]["schema"]
+    for path, fields in (("events", {"since_s", "follow", "component"}), ("requests", {"id", "component"})):
+        parameters = schema["paths"][f"/v1/rl/{path}"]["get"]["parameters"]
+        assert {one["name"] for one in parameters if one["in"] == "query"} == fields
     known = schema["components"]["schemas"]
     text = json.dumps(schema)
     for part in text.split('"#/components/schemas/')[1:]:
@@ -189,6 +192,9 @@ async def test_the_facade_names_bad_input_before_any_worker_changes(plane: Plane
         ("pause", '{"what": 1}', "what"),
         ("pause", '{"workers": ["zz"]}', "workers"),
         ("pause", '{"component": "a b"}', "component"),
+        ("pause", '{"component": ""}', "component"),
+        ("pause", '{"component": []}', "component"),
+        ("pause?component=", "", "component"),
         ("pause?mode=hard", "", "mode"),
         ("pause?mode=keep&mode=wait", "", "mode"),
         ("pause?mode=wait", '{"mode": "keep"}', "mode"),

@@ -331,7 +331,7 @@ async def until_leaving(http: httpx.AsyncClient) -> httpx.Response:
 async def test_sigterm_lets_what_is_under_way_end(plane: Plane) -> None:
     plane.spawn(token_delay_s=0.05)
     body = {"prompt_token_ids": PROMPT, "max_tokens": 120, "stream": True, "return_token_ids": True}
-    async with frontend_process(plane, drain_s=30) as (process, http, _):
+    async with frontend_process(plane, drain_s=30) as (process, http, metrics):
         digest = (await ask(http, max_tokens=1))["nvext"]["weight_version"]["digest"]
         async with http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.aiter_lines()
@@ -341,6 +341,9 @@ async def test_sigterm_lets_what_is_under_way_end(plane: Plane) -> None:
             assert error_of(refused, 503)["message"] == "this frontend is shutting down"
             assert refused.headers["retry-after"] == "1"
             assert (await http.get("/health")).status_code == 503
+            new = {"transport": {"backend": "filesystem", "path": str(plane.model(1))}}
+            late = await http.post(metrics.replace("/metrics", "/v1/rl/update_weights"), json=new)
+            assert (late.status_code, late.headers["retry-after"]) == (503, "1")
             while (event := await next_event(lines)) != "[DONE]":
                 tokens += event["choices"][0]["token_ids"]
         assert tokens == tokens_under(digest, 0, 120)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -168,12 +168,12 @@ async def test_equal_ids_are_one_update(plane: Plane, service: Service) -> None:
 
 
 @asynccontextmanager
-async def answering(plane: Plane, answer: Callable[[], dict[str, Any]]) -> AsyncIterator[Service]:
-    """A fleet subject whose ops give this answer."""
+async def answering(plane: Plane, answer: Callable[[], Awaitable[dict[str, Any]]]) -> AsyncIterator[Service]:
+    """A fleet subject whose ops give this answer. It ends without a grace."""
 
     class Answering(Fleet):
         async def run(self, *args: Any, **more: Any) -> dict[str, Any]:
-            return answer()
+            return await answer()
 
     client = await plane.client()
     subject = client.subjects().fleet
@@ -184,10 +184,28 @@ async def answering(plane: Plane, answer: Callable[[], dict[str, Any]]) -> Async
 
 
 async def test_a_reply_too_large_for_nats_is_a_typed_error(plane: Plane) -> None:
-    async with answering(plane, lambda: {"status": "ok", "workers": ["x" * MAX_MESSAGE_BYTES]}) as service:
+    async def large() -> dict[str, Any]:
+        return {"status": "ok", "workers": ["x" * MAX_MESSAGE_BYTES]}
+
+    async with answering(plane, large) as service:
         reply = await service.ask("state", id="big")
     assert (reply["id"], reply["error"]["code"]) == ("big", "payload_too_large")
     assert reply["error"]["call_status"] == "ok"
+
+
+async def test_a_call_that_the_end_cuts_is_answered(plane: Plane) -> None:
+    begun = asyncio.Event()
+
+    async def never() -> dict[str, Any]:
+        begun.set()
+        await asyncio.Event().wait()
+        return {}
+
+    async with answering(plane, never) as service:
+        asking = asyncio.create_task(service.ask("update_weights", id="cut"))
+        await begun.wait()
+    reply = await asking
+    assert (reply["id"], reply["error"]["code"], reply["error"]["retry_after_s"]) == ("cut", "unavailable", 1.0)
 
 
 async def test_calls_under_way_are_bounded(plane: Plane) -> None:
@@ -197,7 +215,7 @@ async def test_calls_under_way_are_bounded(plane: Plane) -> None:
 
 
 async def test_an_unexpected_error_is_answered_without_its_insides(plane: Plane) -> None:
-    def broken() -> dict[str, Any]:
+    async def broken() -> dict[str, Any]:
         raise RuntimeError("a secret path")
 
     start = time.monotonic()

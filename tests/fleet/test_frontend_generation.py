@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -14,7 +16,7 @@ import msgpack
 import pytest
 from nats.aio.msg import Msg
 
-from frontend.completions.call import GenerationCall
+from frontend.completions.call import MAX_VALUES_ON_LOOP, GenerationCall
 from frontend.completions.completion_routes import OPENAI
 from frontend.frontend_limits import FrontendLimits
 from frontend.main import Frontend
@@ -38,7 +40,7 @@ from tests.support.frontend_process import (
     tokens_under,
     update,
 )
-from tests.support.openai_plans import chat
+from tests.support.openai_plans import chat, completion
 from tests.support.rollout_calls import waiting
 from worker.engines.fake.adapter import fake_logprob, fake_prompt_logprobs, fake_token, make_fake_adapter
 
@@ -108,6 +110,54 @@ async def test_a_choice_whose_calls_are_read_does_not_hold_up_the_others(
                     go.set()
     assert said == [(1, None), (1, "length"), (0, "no reader is free" if fails else "tool_calls")]
     assert fails or choice["delta"]["tool_calls"] == [{"index": 0, **call}]
+
+
+async def test_other_tasks_have_turns_of_the_loop_while_a_reply_of_many_tokens_is_written(plane: Plane) -> None:
+    plane.spawn()
+    loop, turns = asyncio.get_running_loop(), list[bool]()
+
+    def wait_for_a_turn() -> None:
+        turn = threading.Event()
+        loop.call_soon_threadsafe(turn.set)
+        turns.append(turn.wait(BOUND_S))
+
+    class Waits:
+        """Waits for a turn of the loop when it is encoded."""
+
+        def __str__(self) -> str:
+            wait_for_a_turn()
+            return "encoded"
+
+    def written(*_: object) -> dict[str, Any]:
+        wait_for_a_turn()
+        return {"text": Waits()}
+
+    options = FrontendOptions(plane.url, plane.namespace, plane.component)
+    async with Frontend.running(options) as running:
+        (component,) = running.components
+        await plane.until(component.status.admitted)
+        plan = completion(n=16, max_tokens=MAX_VALUES_ON_LOOP // 64 + 1, logprobs=3)
+        reply = await GenerationCall(component.generation, plan, replace(OPENAI, whole=written)).whole()
+    assert (reply, turns) == (b'{"text":"encoded"}', [True, True])
+
+
+async def test_a_stream_with_tools_that_no_worker_parses_has_its_text_with_its_tokens(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    plane.spawn(token_delay_s=0.01)
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 20}
+    whole = (await http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]["content"]
+    async with http.stream(
+        "POST", "/v1/chat/completions", json={**body, "stream": True, "return_token_ids": True}
+    ) as reply:
+        lines, text, tokens = reply.aiter_lines(), "", 0
+        while (event := await next_event(lines)) != "[DONE]":
+            (choice,) = event["choices"]
+            text += choice["delta"]["content"]
+            tokens += len(choice["token_ids"])
+            assert text.count(" ") == tokens, "each token of this engine has one space"
+    assert (text, tokens) == (whole, 20)
 
 
 async def test_a_reply_that_is_sent_at_its_end_takes_few_messages(plane: Plane, http: httpx.AsyncClient) -> None:
@@ -433,6 +483,7 @@ async def test_a_key_guards_it(plane: Plane) -> None:
         http.headers["Authorization"] = "Bearer k"
         await ask(http)
         paths = (await http.get("/openapi.json")).json()["paths"]
+        assert [one["name"] for one in paths["/health"]["get"]["parameters"]] == ["component"]
         operation = paths["/v1/completions"]["post"]
         assert "requestBody" in operation
         assert operation["tags"] == ["generate"]

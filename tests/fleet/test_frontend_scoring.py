@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +170,7 @@ async def test_only_the_rows_of_the_worker_that_a_choice_ends_on_count(
     async with Frontend.running(options) as running:
         (component,) = running.components
         await plane.until(component.status.admitted)
-        reply = await Moved(component.generation, completion(), OPENAI).whole()
+        reply = json.loads(await Moved(component.generation, completion(), OPENAI).whole())
         assert (reply["choices"][0]["text"], reply["choices"][0]["instance_id"]) == ("x", "b" * 16)
         with pytest.raises(InvalidRequest, match="likeliest tokens"):
             await Moved(component.generation, completion(n=2), OPENAI).whole()

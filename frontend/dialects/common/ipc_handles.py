@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from pydantic import Field
 
 from frontend.dialects.common.shared_tensor import REDUCTIONS, STORAGES, TENSORS, SharedTensor, gpu_tensor
+from frontend.server.large_bodies import LongText
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.shared_tensors import MAX_COPIES
 from rl_plane.protocol.update_requests import MAX_PART_MEMORIES, MAX_PART_TENSORS, PART_DTYPES
@@ -56,7 +57,7 @@ class HandlesInfo(VllmInfo):
     names: list[str] = Field(max_length=MAX_PART_TENSORS)
     dtype_names: list[str]
     shapes: list[list[int]]
-    ipc_handles_pickled: str
+    ipc_handles_pickled: str | LongText
     tensor_sizes: list[int] | None = None
     """The bytes of each tensor in vLLM's packed buffer."""
     sizes: list[int] | None = None
@@ -83,11 +84,11 @@ def read_parts(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         _refuse(f"it has {refused}. Only handles of CUDA tensors are read, and nothing in them is run", FIX)
 
 
-def _decoded(text: str) -> bytes:
+def _decoded(text: str | LongText) -> bytes:
     if len(text) > 2 * MAX_PICKLE_BYTES:
         raise UnreadablePickle(f"more than {MAX_PICKLE_BYTES} bytes")
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(text.data if isinstance(text, LongText) else text, validate=True)
     except ValueError:
         raise UnreadablePickle("something else than base64") from None
 

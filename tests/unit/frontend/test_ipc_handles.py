@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import pickle
 import random
@@ -16,10 +17,13 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from frontend.dialects.common.ipc_handles import HANDLE_BYTES, PART_BYTES, read_parts
-from rl_plane.errors import InvalidRequest
+from frontend.server.bodies import MAX_BODY_BYTES
+from frontend.server.large_bodies import parse_large_object
+from rl_plane.errors import InvalidRequest, Unsupported
 from rl_plane.protocol.broadcast_plan import MEMORY_BYTES, pieces
 from rl_plane.protocol.shared_tensors import GpuCopies
 from rl_plane.protocol.update_requests import Part
+from rl_plane.protocol.vllm_bodies import one_of_all
 from tests.support.hostile_pickles import Reduced, forbidden_to_run, mutated
 
 MUTANTS = 6000
@@ -103,15 +107,34 @@ def test_skyrls_packed_buffer_is_one_memory_for_one_call() -> None:
     assert not memory.held
 
 
+def many(count: int) -> dict[str, Any]:
+    """Handles of so many tensors, `t0`, `t1`, …"""
+    handles = [{gpu: arguments((4,), torch.float32) for gpu in GPUS} for _ in range(count)]
+    names = [f"t{number}" for number in range(count)]
+    return info(handles, names=names, dtype_names=["float32"] * count, shapes=[[4]] * count)
+
+
+def test_handles_in_a_body_of_more_than_1_mb_are_read() -> None:
+    given = many(4000)
+    body = json.dumps({"update_info": [given, given]}).encode()
+    assert len(body) > MAX_BODY_BYTES
+    parsed = one_of_all(parse_large_object(bytearray(body))["update_info"])
+    assert read(parsed) == read(given)
+
+
+def test_long_handles_that_differ_from_rank_to_rank_are_refused() -> None:
+    body = json.dumps({"update_info": [many(4000), many(4001)]}).encode()
+    with pytest.raises(Unsupported):
+        one_of_all(parse_large_object(bytearray(body))["update_info"])
+
+
 def test_many_handles_go_in_several_messages() -> None:
     of_a_message = PART_BYTES // (HANDLE_BYTES * len(GPUS))
     count = 4 * of_a_message
-    handles = [{gpu: arguments((4,), torch.float32) for gpu in GPUS} for _ in range(count)]
-    names = [f"t{number}" for number in range(count)]
-    given = info(handles, names=names, dtype_names=["float32"] * count, shapes=[[4]] * count)
+    given = many(count)
     parts = read(given)
     assert [len(part.names) for part in parts] == [of_a_message] * 4
-    assert [name for part in parts for name in part.names] == names
+    assert [name for part in parts for name in part.names] == given["names"]
     for part in parts:
         assert pieces(part) == [part]
         (copy, *_) = copies_of(part)[0].copies

@@ -135,3 +135,20 @@ async def test_the_report_of_an_op_has_the_components_that_its_body_names(compon
     calls.on_op = lambda op, asked_by, outcome, components: heard.append((op, outcome, components))
     await calls.run("resume", {} if component is None else {"component": component})
     assert heard == [("resume", "ok", told)]
+
+
+async def test_a_frontend_that_leaves_refuses_new_updates_and_answers_those_under_way() -> None:
+    fleet, calls = _calls()
+    running = asyncio.create_task(calls.run("update_weights", {"a": 1}, "k"))
+    await _started(fleet, 1)
+    calls.leave()
+    again = asyncio.create_task(calls.run("update_weights", {"a": 1}, "k"))
+    for op in ("update_weights", "prepare_weights_update", "new_run"):
+        with pytest.raises(Unavailable) as refused:
+            await calls.run(op, {"a": 2})
+        assert refused.value.facts["retry_after_s"] == 1.0
+    fleet.go.set()
+    assert await running is await again
+    for op in ("resume", "complete_weights_update"):  # they let what runs come to its end
+        await calls.run(op, {})
+    assert [op for op, _, _ in fleet.calls] == ["update_weights", "resume", "complete_weights_update"]
