@@ -7,6 +7,7 @@ import asyncio
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,6 +20,7 @@ from tests.support.vllm_stand_in import standing_in
 from worker.engines.base import EngineOptions
 from worker.engines.common.process_watch import ProcessWatch
 from worker.engines.common.spans import Label
+from worker.engines.vllm.kept_kv import keep_kv
 from worker.engines.vllm.processes import VllmProcess
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_server import AgentServer
@@ -80,6 +82,22 @@ async def test_a_flush_also_clears_the_stores_beside_the_cache(tmp_path: Path) -
     await engine.pause("keep", False)
     await engine.swap("staging", VERSION)
     assert [asked for asked in llm.asked if asked[0] == "flush"] == [("flush", False, True), ("flush", True, True)]
+
+
+@pytest.mark.engines("vllm")
+@pytest.mark.filterwarnings("ignore:::(torch|vllm)")  # theirs, not ours
+@pytest.mark.parametrize(("connector", "kept"), [(None, ["begun"]), (object(), None)])
+async def test_no_request_keeps_its_kv_beside_a_cache_in_host_memory(
+    connector: object | None, kept: list[str] | None
+) -> None:
+    """vLLM's connector would find KV of older weights there by the hashes with which a request has come."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    begun = SimpleNamespace(request_id="begun", num_output_tokens=1)
+    scheduler = SimpleNamespace(
+        pause_state=PauseState.PAUSED_ALL, connector=connector, kv_holding_waiting=[], running=[begun], waiting=[]
+    )
+    assert keep_kv(SimpleNamespace(scheduler=scheduler), "salt") == kept
 
 
 async def test_a_cache_that_is_not_flushed_fails_what_would_find_it(tmp_path: Path) -> None:
