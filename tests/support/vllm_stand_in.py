@@ -91,6 +91,10 @@ class Process:
         self.llm.asked.append((method, *arguments))
         return [{"rank": 0}]
 
+    async def on_cores(self, method: str, *arguments: Any) -> list[list[str]]:
+        self.llm.asked.append((method, *arguments))
+        return [[]]
+
     def take(self, staging: str) -> None:
         pass
 

@@ -20,7 +20,7 @@ from tests.support.vllm_stand_in import standing_in
 from worker.engines.base import EngineOptions
 from worker.engines.common.process_watch import ProcessWatch
 from worker.engines.common.spans import Label
-from worker.engines.vllm.kept_kv import keep_kv
+from worker.engines.vllm.kept_kv import METHOD, keep_kv
 from worker.engines.vllm.processes import VllmProcess
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_server import AgentServer
@@ -98,6 +98,19 @@ async def test_no_request_keeps_its_kv_beside_a_cache_in_host_memory(
         pause_state=PauseState.PAUSED_ALL, connector=connector, kv_holding_waiting=[], running=[begun], waiting=[]
     )
     assert keep_kv(SimpleNamespace(scheduler=scheduler), "salt") == kept
+
+
+async def test_no_request_can_know_the_salt_of_an_update_that_keeps_kv(tmp_path: Path) -> None:
+    """A request with this salt of its own would put KV of older weights where later requests find it."""
+    salts = set()
+    for _ in range(2):
+        engine, llm = await standing_in(tmp_path)
+        engine.set_version(VERSION)
+        await engine.pause("keep", False)
+        for _ in range(2):
+            await engine.swap("staging", VERSION, keep_kv=True)
+        salts |= {salt for _, salt in llm.asked_of(METHOD)}
+    assert len(salts) == 4
 
 
 async def test_a_cache_that_is_not_flushed_fails_what_would_find_it(tmp_path: Path) -> None:

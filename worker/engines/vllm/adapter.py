@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import secrets
 from collections.abc import AsyncGenerator, Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -291,7 +292,8 @@ class VllmEngine(RankEngine[VllmProcess]):
 
     async def _keep_kv(self) -> list[str] | None:
         """Returns vLLM's ids of the requests that keep their KV. None: the cache must be flushed instead."""
-        kept: list[list[str] | None] = await self.process.on_cores(KEEP_KV, f"rl-plane-{next(self._numbers)}")
+        salt = secrets.token_hex(8)  # no request's own
+        kept: list[list[str] | None] = await self.process.on_cores(KEEP_KV, salt)
         return None if None in kept else [key for keys in kept for key in keys or ()]
 
     async def _score(self, sequences: list[list[int]]) -> Any:
