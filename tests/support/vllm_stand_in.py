@@ -111,6 +111,9 @@ class Process:
 class Streams:
     """Stands in for an engine's requests: there are none."""
 
+    def coming(self) -> list[Any]:
+        return []
+
     def of_adapter(self, name: str) -> list[Any]:
         return []
 

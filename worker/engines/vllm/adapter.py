@@ -36,7 +36,7 @@ from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.processes import VllmProcess, quieten
 from worker.engines.vllm.scorer import METHOD
 from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, ReleasedMemory, SleepCall
-from worker.engines.vllm.streams import Streams
+from worker.engines.vllm.streams import Streams, VllmStream
 from worker.engines.vllm.vllm_tool_parsers import cached, calls_of, parsers
 
 KEPT_STATES = 256
@@ -237,9 +237,13 @@ class VllmEngine(RankEngine[VllmProcess]):
 
     async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
         self._paused = True
-        await self._freeze(mode)
+        coming: list[VllmStream] = []  # vLLM aborts only what it has
         if mode == "abort":
             self._abort_tokenized(None)
+            coming = self._requests_in_vllm().coming()
+        await self._freeze(mode)
+        if coming:
+            await self.process.ask(self._requests_in_vllm().abort(coming))
 
     async def _freeze(self, mode: PauseMode = "keep") -> None:
         # Not by pause_generation, which adds a sleep: each token has its own label.
