@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from rl_plane._util.tasks import Cancelled, never
-from rl_plane.errors import DeadlineExceeded, EngineFailed
+from rl_plane.errors import DeadlineExceeded, EngineFailed, Unsupported
 from rl_plane.protocol.versions import WeightVersion
-from tests.support.vllm_stand_in import standing_in
+from tests.support.vllm_stand_in import Llm, Process, standing_in
 from worker.engines.base import EngineOptions
 from worker.engines.common.process_watch import ProcessWatch
 from worker.engines.common.spans import Label
+from worker.engines.vllm.adapter import VllmEngine
 from worker.engines.vllm.kept_kv import METHOD, keep_kv
 from worker.engines.vllm.processes import VllmProcess
 from worker.receive.rank_agents.agent_client import AgentClient
@@ -134,6 +135,22 @@ async def test_a_cache_that_is_not_flushed_fails_what_would_find_it(tmp_path: Pa
     llm.asked.clear()
     await engine.swap("staging", VERSION)
     assert llm.asked_of("rl_plane_add_lora") == [], "a swap loads all adapters again, and there is none"
+
+
+@pytest.mark.engines("vllm")
+@pytest.mark.filterwarnings("ignore:::(torch|vllm|transformers)")  # theirs, not ours
+async def test_a_pooling_model_that_vllm_serves_for_other_tasks_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Such as Qwen2ForRewardModel, which gives a number for each token."""
+    from tests.support.pooling_models import make_classifier
+
+    llm = Llm()
+    llm.tasks = ("token_classify",)
+    process: Any = Process(llm)
+    engine = VllmEngine(EngineOptions(make_classifier(tmp_path / "model", 1), task="classify"), process)
+    with pytest.raises(Unsupported, match="token_classify") as caught:
+        await engine.start()
+    assert caught.value.facts["field"] == "model"
+    assert caught.value.facts["fix"]
 
 
 async def test_adapters_that_are_gone_are_forgotten(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import ParsedCall
@@ -108,9 +108,22 @@ class VllmEngine(RankEngine[VllmProcess]):
         if self._head is not None:
             self.process.arguments |= pooling_arguments(self._head)
         await self.process.start()
+        await self._check_task()
         self._streams = Streams(self.process, self._eos, self._label)
         await self.liveness()
         return self._describe()
+
+    async def _check_task(self) -> None:
+        """Raises Unsupported for a pooling model that vLLM serves for other tasks only."""
+        if self._head is None:
+            return
+        tasks = await self.process.ask(self.process.llm.get_supported_tasks())
+        if self._head.task not in tasks:
+            raise Unsupported(
+                f"vLLM does not serve this model for {self._head.task}. Its tasks are: {', '.join(tasks) or 'none'}",
+                field="model",
+                fix="serve another model, or this one by another engine",
+            )
 
     def _describe(self) -> EngineInfo:
         import vllm
