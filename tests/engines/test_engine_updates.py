@@ -249,6 +249,25 @@ async def test_abort_ends_all_at_once(engine: OffersMemory) -> None:
     await engine.resume()
 
 
+async def test_abort_ends_a_request_that_the_engine_does_not_have_yet(
+    kind: Kind, engine: OffersMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may be checking the form of its text. It ends before the engine is resumed."""
+    waits, go = asyncio.Event(), asyncio.Event()
+    kind.slow_submission(engine, monkeypatch, waits, go)
+    late = Run(engine, ask([20]))
+    async with asyncio.timeout(BOUND_S):
+        await waits.wait()
+    pausing = asyncio.create_task(engine.pause("abort", False))
+    await engine.liveness()
+    go.set()
+    await pausing
+    result = await late.end()
+    assert (result.tokens, result.finish) == ([], "abort")
+    assert engine.load() == (0, 0)
+    await engine.resume()
+
+
 async def test_frozen_requests_outlast_a_release_of_memory(engine: OffersMemory, offers_memory: None) -> None:
     """Frozen requests generate nothing before `resume`, even when all memory is back. On a CPU no memory is freed."""
     one = Run(engine, ask([20], max_tokens=300))

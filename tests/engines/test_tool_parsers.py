@@ -13,7 +13,7 @@ from rl_plane.errors import InvalidRequest
 from worker.engines.base import EngineInfo, EngineOptions
 from worker.engines.common.tokenizing import load_tokenizer
 from worker.engines.common.tool_call_parsing import ARGUMENT, SAMPLE_TOOL, ToolCallParsing
-from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model
+from worker.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:::(torch|vllm|sglang|transformers|multiprocessing)")  # theirs
 
@@ -27,6 +27,18 @@ QWEN_BROKEN = '<tool_call>["a"]</tool_call>'
 PYTHONIC_CALL = '[look(place="here", far=True), look(place="there")]'
 PYTHONIC_ENDLESS = "[A(A=" + "\t)A(A=,\t" * 60
 """The pattern of SGLang's parser would search this text for years."""
+
+
+DEEPSEEK_ENDLESS = "<｜tool▁calls▁begin｜>" + "<｜tool▁call▁begin｜><｜tool▁sep｜>" * 4000
+"""The patterns of vLLM's parsers would search this text for more than half an hour."""
+DEEPSEEK_CALLS = {
+    "deepseek_v3": "function<｜tool▁sep｜>look\n```json\n{}\n```",
+    "deepseek_v31": "look<｜tool▁sep｜>{}",
+}
+DEEPSEEK_TOKENS = (
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+)
 
 
 class NoProcess:
@@ -51,7 +63,7 @@ class ParsersOnly(ToolCallParsing):
             dtype="float32",
             device="cpu",
             world_size=1,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=len(self._tokenizer),
             max_model_len=1,
             lacks={},
             transports=(),
@@ -135,6 +147,17 @@ async def test_vllms_parsers_read_the_vocabulary_once(tmp_path: Path, monkeypatc
     for _ in range(3):
         await engine.parse_tool_calls([], [SAMPLE_TOOL])
     assert len(reads) == 1
+
+
+@pytest.mark.engines("vllm")
+@pytest.mark.parametrize("parser", DEEPSEEK_CALLS)
+async def test_a_text_that_vllms_pattern_searches_for_too_long_stays_a_text(tmp_path: Path, parser: str) -> None:
+    model = make_tiny_model(tmp_path / "model", 0)
+    tokenizer = load_tokenizer(model)
+    tokenizer.add_tokens(list(DEEPSEEK_TOKENS))
+    tokenizer.save_pretrained(model)
+    call = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{DEEPSEEK_CALLS[parser]}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    await _check_broken(_of_vllm(model, parser, starts=True), model, DEEPSEEK_ENDLESS, call)
 
 
 @pytest.mark.engines("sglang")

@@ -26,6 +26,7 @@ class Llm:
         self.resuming = asyncio.Event()
         self.fails: set[str] = set()
         self.flushes = True
+        self.tasks = ("generate",)
         self.weights_name = "default"
         """The engine's name of the weights, with which vLLM labels tokens."""
 
@@ -59,6 +60,9 @@ class Llm:
         self._is_asked("name")
         self.weights_name = name
 
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return self.tasks
+
     async def sleep(self, level: int, mode: str) -> None:
         self._is_asked("sleep", level, mode)
 
@@ -77,6 +81,10 @@ class Process:
         self.ranks = ranks or self
         self.host = self
         self.directory = None
+        self.arguments: dict[str, Any] = {}
+
+    async def start(self) -> None:
+        pass
 
     def check_alive(self) -> None:
         pass
@@ -90,6 +98,10 @@ class Process:
     async def on_ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         self.llm.asked.append((method, *arguments))
         return [{"rank": 0}]
+
+    async def on_cores(self, method: str, *arguments: Any) -> list[list[str]]:
+        self.llm.asked.append((method, *arguments))
+        return [[]]
 
     def take(self, staging: str) -> None:
         pass
@@ -106,6 +118,9 @@ class Process:
 
 class Streams:
     """Stands in for an engine's requests: there are none."""
+
+    def coming(self) -> list[Any]:
+        return []
 
     def of_adapter(self, name: str) -> list[Any]:
         return []

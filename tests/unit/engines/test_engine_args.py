@@ -194,6 +194,7 @@ def test_vllms_arguments_are_parsed_and_wrong_ones_refused(written: Callable[[st
         "cudagraph_capture_sizes: [one]": "invalid",
         "model: /x": "--model",
         "kv-offloading-backend: lmcache": "kv_offloading_size",
+        "spec-tokens: 2": "draft model",
     }
     check_refusals(parse_arguments, written, bad)
 

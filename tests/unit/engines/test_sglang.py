@@ -16,6 +16,7 @@ import pytest
 
 from rl_plane.errors import EngineFailed, Unsupported
 from rl_plane.protocol.prompt_tops import PromptPlace
+from rl_plane.protocol.versions import WeightVersion
 from tests.support.engine_runs import ask
 from worker.engines.base import EngineInfo, EngineOptions
 from worker.engines.common.spans import Label
@@ -24,6 +25,7 @@ from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.streams import Experts, Feeder, SglangStream
 from worker.testing.tiny_model import make_tiny_model
 
+VERSION = WeightVersion("run", 1, "step_1", "digest")
 DISABLED = "TORCHDYNAMO_DISABLE"
 
 
@@ -128,6 +130,18 @@ class PipelineProcess(Process):
         return [{"rank": 0, "still": True}, {"rank": 1, "still": second}]
 
 
+class NoKeeping(Process):
+    """Stands in for processes that end when they are to keep KV. `salts` has what they were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.salts: list[str] = []
+
+    async def call(self, op: str, **arguments: str) -> None:
+        self.salts.append(arguments["salt"])
+        raise RuntimeError("no keeping")
+
+
 class StandIn(adapter.SglangEngine):
     """An engine without SGLang that reports that it can release memory."""
 
@@ -199,6 +213,22 @@ async def test_memory_is_not_asked_for_twice_where_a_caller_gave_up(engine: Stan
         process.lets_go.set()
         await again
     assert process.calls == [("release", ["kv_cache"]), ("resume", ["kv_cache"])]
+
+
+@pytest.mark.parametrize("process", [NoKeeping], indirect=True)
+async def test_no_request_can_know_the_salt_of_an_update_that_keeps_kv(
+    engine: StandIn, process: NoKeeping, tmp_path: Path
+) -> None:
+    """A request with this salt of its own would put KV of older weights where later requests find it."""
+    other = StandIn(EngineOptions(tmp_path), process)
+    await other.start()
+    for one in (engine, other):
+        one.set_version(VERSION)
+        await one.pause("keep", False)
+        with pytest.raises(RuntimeError, match="no keeping"):
+            await one.swap("staging", VERSION, keep_kv=True)
+    first, second = process.salts
+    assert first != second
 
 
 IN_PLACE = ["in_place", "answer"]

@@ -7,18 +7,21 @@ import asyncio
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from rl_plane._util.tasks import Cancelled, never
-from rl_plane.errors import DeadlineExceeded, EngineFailed
+from rl_plane.errors import DeadlineExceeded, EngineFailed, Unsupported
 from rl_plane.protocol.versions import WeightVersion
-from tests.support.vllm_stand_in import standing_in
+from tests.support.vllm_stand_in import Llm, Process, standing_in
 from worker.engines.base import EngineOptions
 from worker.engines.common.process_watch import ProcessWatch
 from worker.engines.common.spans import Label
+from worker.engines.vllm.adapter import VllmEngine
+from worker.engines.vllm.kept_kv import METHOD, keep_kv
 from worker.engines.vllm.processes import VllmProcess
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_server import AgentServer
@@ -82,6 +85,35 @@ async def test_a_flush_also_clears_the_stores_beside_the_cache(tmp_path: Path) -
     assert [asked for asked in llm.asked if asked[0] == "flush"] == [("flush", False, True), ("flush", True, True)]
 
 
+@pytest.mark.engines("vllm")
+@pytest.mark.filterwarnings("ignore:::(torch|vllm)")  # theirs, not ours
+@pytest.mark.parametrize(("connector", "kept"), [(None, ["begun"]), (object(), None)])
+async def test_no_request_keeps_its_kv_beside_a_cache_in_host_memory(
+    connector: object | None, kept: list[str] | None
+) -> None:
+    """vLLM's connector would find KV of older weights there by the hashes with which a request has come."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    begun = SimpleNamespace(request_id="begun", num_output_tokens=1)
+    scheduler = SimpleNamespace(
+        pause_state=PauseState.PAUSED_ALL, connector=connector, kv_holding_waiting=[], running=[begun], waiting=[]
+    )
+    assert keep_kv(SimpleNamespace(scheduler=scheduler), "salt") == kept
+
+
+async def test_no_request_can_know_the_salt_of_an_update_that_keeps_kv(tmp_path: Path) -> None:
+    """A request with this salt of its own would put KV of older weights where later requests find it."""
+    salts = set()
+    for _ in range(2):
+        engine, llm = await standing_in(tmp_path)
+        engine.set_version(VERSION)
+        await engine.pause("keep", False)
+        for _ in range(2):
+            await engine.swap("staging", VERSION, keep_kv=True)
+        salts |= {salt for _, salt in llm.asked_of(METHOD)}
+    assert len(salts) == 4
+
+
 async def test_a_cache_that_is_not_flushed_fails_what_would_find_it(tmp_path: Path) -> None:
     """An adapter's part is its own by its number, which the next one of its name takes over."""
     engine, llm = await standing_in(tmp_path)
@@ -103,6 +135,22 @@ async def test_a_cache_that_is_not_flushed_fails_what_would_find_it(tmp_path: Pa
     llm.asked.clear()
     await engine.swap("staging", VERSION)
     assert llm.asked_of("rl_plane_add_lora") == [], "a swap loads all adapters again, and there is none"
+
+
+@pytest.mark.engines("vllm")
+@pytest.mark.filterwarnings("ignore:::(torch|vllm|transformers)")  # theirs, not ours
+async def test_a_pooling_model_that_vllm_serves_for_other_tasks_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Such as Qwen2ForRewardModel, which gives a number for each token."""
+    from tests.support.pooling_models import make_classifier
+
+    llm = Llm()
+    llm.tasks = ("token_classify",)
+    process: Any = Process(llm)
+    engine = VllmEngine(EngineOptions(make_classifier(tmp_path / "model", 1), task="classify"), process)
+    with pytest.raises(Unsupported, match="token_classify") as caught:
+        await engine.start()
+    assert caught.value.facts["field"] == "model"
+    assert caught.value.facts["fix"]
 
 
 async def test_adapters_that_are_gone_are_forgotten(tmp_path: Path) -> None:

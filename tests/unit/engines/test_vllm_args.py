@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import InvalidRequest, Unsupported
 from tests.support import experts_over_gloo
 from worker.engines.vllm.args import (
     CPU_KV_CACHE_BYTES,
     LORA_SLOTS,
     check_cpu,
     check_device,
+    check_draft,
     check_experts,
+    check_lora_targets,
     check_nodes,
     completed,
     thread_binding,
@@ -83,6 +87,22 @@ def test_nodes_have_the_same_number_of_ranks() -> None:
         check_nodes({key: 4}, 2)
     with pytest.raises(InvalidRequest, match="one host"):
         check_nodes({"tensor_parallel_size": 2, "data_parallel_size": 2}, 2)
+
+
+def test_adapters_may_change_all_modules_of_a_kind_or_none() -> None:
+    check_lora_targets({})
+    check_lora_targets({"lora_target_modules": ["q_proj", "o_proj"]})
+    with pytest.raises(InvalidRequest, match="o_proj") as caught:
+        check_lora_targets({"lora_target_modules": ["q_proj", "model.layers.0.self_attn.o_proj"]})
+    assert caught.value.facts["field"] == "engine_arg.lora_target_modules"
+    assert caught.value.facts["fix"]
+
+
+def test_a_model_that_brings_a_draft_model_is_refused() -> None:
+    check_draft(SimpleNamespace(speculative_config=None))
+    with pytest.raises(Unsupported, match="draft model") as caught:
+        check_draft(SimpleNamespace(speculative_config=object()))
+    assert caught.value.facts["field"] == "model"
 
 
 @pytest.mark.parametrize(("device", "on_cpu"), [("auto", True), ("cpu", True), ("cuda", False), ("cuda:0", False)])

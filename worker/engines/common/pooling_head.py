@@ -37,9 +37,17 @@ class PoolingHead:
     """`embed`: the tokens whose hidden states make the vector."""
     dimensions: tuple[int, ...] | None = ()
     """`embed`: the shorter lengths that the model was trained for. None: any. Empty: none."""
+    token_types: bool = False
+    """`classify`: the model distinguishes the two texts of a pair by token types. The engines get token ids only."""
 
     def check(self, pooling: Pooling) -> None:
-        """Raises InvalidRequest if the model can't give what the request asks for."""
+        """Raises InvalidRequest or Unsupported if the model can't give what the request asks for."""
+        if pooling.text_pair is not None and self.token_types:
+            raise Unsupported(
+                "the model distinguishes the two texts of a pair by token types, which no engine gets here",
+                field="model",
+                fix="serve a model whose config has a type_vocab_size of at most 1",
+            )
         asked = pooling.dimensions
         if asked is None or (asked == self.dimension and self.task == "embed"):
             return
@@ -97,7 +105,13 @@ def _classifier(config: Any) -> PoolingHead:
             field="task",
             fix="give a model such as LlamaForSequenceClassification, or use --task embed or generate",
         )
-    return PoolingHead("classify", _checked_dimension(len(labels)), labels, _activation_of(config, len(labels)))
+    return PoolingHead(
+        "classify",
+        _checked_dimension(len(labels)),
+        labels,
+        _activation_of(config, len(labels)),
+        token_types=(getattr(config.get_text_config(), "type_vocab_size", None) or 0) > 1,
+    )
 
 
 def _activation_of(config: Any, labels: int) -> Activation:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import secrets
 from collections.abc import AsyncGenerator, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -382,7 +383,7 @@ class SglangEngine(RankEngine[SglangProcess]):
 
     async def _keep_kv(self, version: WeightVersion) -> list[str] | None:
         """Returns SGLang's ids of the requests that keep the KV of these weights. None: they can't keep it."""
-        rows = await self.process.call("keep", salt=self._next_key())
+        rows = await self.process.call("keep", salt=secrets.token_hex(8))  # no request's own
         replicas = self._by_replica(rows)
         if any(row["kept"] != ranks[0]["kept"] for ranks in replicas for row in ranks):
             raise EngineFailed("SGLang's ranks hold KV of different requests")

@@ -6,6 +6,7 @@ SGLang measures its own prefills in the same way (its `DynamicChunkSizer`).
 from __future__ import annotations
 
 import itertools
+import secrets
 from array import array
 from typing import Any
 
@@ -67,10 +68,9 @@ def _request(sequence: list[int]) -> Any:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    name = f"rl-plane-score-{next(_numbers)}"
     request = Req(
-        rid=name,
-        cache_salt=name,  # it finds no KV, and no request finds its KV
+        rid=f"rl-plane-score-{next(_numbers)}",
+        cache_salt=secrets.token_hex(8),  # it finds no KV, and no request finds its KV
         origin_input_text="",
         origin_input_ids=array("q", sequence),
         sampling_params=SamplingParams(temperature=0, max_new_tokens=1),

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import secrets
 from collections.abc import AsyncGenerator, Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import ParsedCall
@@ -35,7 +36,7 @@ from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.processes import VllmProcess, quieten
 from worker.engines.vllm.scorer import METHOD
 from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, ReleasedMemory, SleepCall
-from worker.engines.vllm.streams import Streams
+from worker.engines.vllm.streams import Streams, VllmStream
 from worker.engines.vllm.vllm_tool_parsers import cached, calls_of, parsers
 
 KEPT_STATES = 256
@@ -107,9 +108,22 @@ class VllmEngine(RankEngine[VllmProcess]):
         if self._head is not None:
             self.process.arguments |= pooling_arguments(self._head)
         await self.process.start()
+        await self._check_task()
         self._streams = Streams(self.process, self._eos, self._label)
         await self.liveness()
         return self._describe()
+
+    async def _check_task(self) -> None:
+        """Raises Unsupported for a pooling model that vLLM serves for other tasks only."""
+        if self._head is None:
+            return
+        tasks = await self.process.ask(self.process.llm.get_supported_tasks())
+        if self._head.task not in tasks:
+            raise Unsupported(
+                f"vLLM does not serve this model for {self._head.task}. Its tasks are: {', '.join(tasks) or 'none'}",
+                field="model",
+                fix="serve another model, or this one by another engine",
+            )
 
     def _describe(self) -> EngineInfo:
         import vllm
@@ -236,9 +250,13 @@ class VllmEngine(RankEngine[VllmProcess]):
 
     async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
         self._paused = True
-        await self._freeze(mode)
+        coming: list[VllmStream] = []  # vLLM aborts only what it has
         if mode == "abort":
             self._abort_tokenized(None)
+            coming = self._requests_in_vllm().coming()
+        await self._freeze(mode)
+        if coming:
+            await self.process.ask(self._requests_in_vllm().abort(coming))
 
     async def _freeze(self, mode: PauseMode = "keep") -> None:
         # Not by pause_generation, which adds a sleep: each token has its own label.
@@ -291,7 +309,8 @@ class VllmEngine(RankEngine[VllmProcess]):
 
     async def _keep_kv(self) -> list[str] | None:
         """Returns vLLM's ids of the requests that keep their KV. None: the cache must be flushed instead."""
-        kept: list[list[str] | None] = await self.process.on_cores(KEEP_KV, f"rl-plane-{next(self._numbers)}")
+        salt = secrets.token_hex(8)  # no request's own
+        kept: list[list[str] | None] = await self.process.on_cores(KEEP_KV, salt)
         return None if None in kept else [key for keys in kept for key in keys or ()]
 
     async def _score(self, sequences: list[list[int]]) -> Any:

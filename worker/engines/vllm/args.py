@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import InvalidRequest, Unsupported
 from worker.engines.base import EngineOptions
 from worker.engines.common.pooling_head import PoolingHead
 from worker.engines.common.replicas import check_replicas
@@ -17,6 +17,8 @@ from worker.engines.common.tool_call_parsing import ARGUMENT
 
 ONE_HOST = "data_parallel_size says how many replicas there are: all of them are processes of this machine"
 OWN_BALANCER = "give data_parallel_size: vLLM spreads the requests over the replicas itself"
+
+NO_DRAFT = "weight updates would not reach the draft model"
 
 OURS = {
     "data_parallel_address": ONE_HOST,
@@ -50,7 +52,10 @@ OURS = {
     "runner": "use --task",
     "served_model_name": "use --model-name",
     "skip_tokenizer_init": "the worker has a tokenizer of its own",
-    "speculative_config": "weight updates would not reach the draft model",
+    "spec_method": NO_DRAFT,
+    "spec_model": NO_DRAFT,
+    "spec_tokens": NO_DRAFT,
+    "speculative_config": NO_DRAFT,
     "tokenizer": "the model's own is used",
     "weight_transfer_config": "weights come by update_weights",
     "worker_cls": "it would not be vLLM's own",
@@ -159,12 +164,25 @@ def check_settings(options: EngineOptions, arguments: Mapping[str, Any]) -> None
 
     if arguments.get("enable_return_routed_experts") and not HAS_TRITON:
         raise InvalidRequest(NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
+    check_lora_targets(arguments)
     on_cpu = current_platform.is_cpu()
     check_device(options.device, on_cpu)
     if on_cpu:
         options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
         check_cpu(arguments)
     check_nodes(arguments, options.hosts)
+
+
+def check_lora_targets(arguments: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest if adapters may change one module of a kind, and not the others: vLLM would drop the
+    adapter's part for the others."""
+    named = [name for name in arguments.get("lora_target_modules") or () if "." in name]
+    if named:
+        raise InvalidRequest(
+            f"lora_target_modules has {named[0][:64]!r}, which is a part of some modules' names only",
+            field="engine_arg.lora_target_modules",
+            fix="give last parts of names only, such as q_proj",
+        )
 
 
 def check_nodes(arguments: Mapping[str, Any], nodes: int) -> None:
@@ -199,6 +217,16 @@ def check_cpu(arguments: Mapping[str, Any]) -> None:
             "vLLM's CPU build fails at the first request of a second pipeline stage: this argument is for GPUs",
             field="engine_arg.pipeline_parallel_size",
             fix="leave it out on a CPU",
+        )
+
+
+def check_draft(config: Any) -> None:
+    """Raises Unsupported if the model brings a draft model. `config`: vLLM's finished config."""
+    if config.speculative_config is not None:
+        raise Unsupported(
+            f"the model's own config asks for speculative decoding: {NO_DRAFT}",
+            field="model",
+            fix="give the model whose tokens the draft model guesses",
         )
 
 

@@ -121,10 +121,17 @@ class VllmHolder(RankHolder):
             )
 
     def _adaptable(self) -> set[str]:
-        """The last parts of the names of modules that take adapters."""
+        """The last parts of the names of modules that take adapters: vLLM has wrapped them. A stage of a pipeline does
+        not have the output layer, which its own stage checks."""
+        from vllm.model_executor.models.utils import PPMissingLayer
+
         manager = self._runner.lora_manager._adapter_manager
+        modules = self._runner.get_model().named_modules()
+        absent = {name for name, module in modules if isinstance(module, PPMissingLayer)}
+        there = {name.rpartition(".")[2] for name in manager.modules}
+        elsewhere = {name.rpartition(".")[2] for name in absent}.intersection(manager.supported_lora_modules)
         packed = manager.packed_modules_mapping
-        return {name for module in manager.supported_lora_modules for name in packed.get(module, [module])}
+        return {name for module in there | elsewhere for name in packed.get(module, [module])}
 
 
 def _check_reloads(model: Any) -> None:

@@ -27,8 +27,8 @@ def keep_kv(core: Any, salt: str) -> list[str] | None:
     scheduler = core.scheduler
     if scheduler.pause_state != PauseState.PAUSED_ALL:
         raise RuntimeError("requests can keep their KV only while vLLM is paused")
-    if scheduler.kv_holding_waiting:
-        return None
+    if scheduler.connector is not None or scheduler.kv_holding_waiting:
+        return None  # a connector finds KV in host memory by the hashes that a request began with
     begun = [request for request in scheduler.running if request.num_output_tokens]
     for request in reversed([one for one in scheduler.running if not one.num_output_tokens]):
         scheduler.running.remove(request)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from rl_plane.errors import EngineDied, EngineFailed, PlaneError
 from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
-from worker.engines.vllm.args import check_experts, completed, thread_binding
+from worker.engines.vllm.args import check_draft, check_experts, completed, thread_binding
 from worker.engines.vllm.here import MARK, Here
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm.plugin import take_temperatures_as_they_are
@@ -148,8 +148,8 @@ class VllmProcess(EngineProcess):
             distributed_executor_backend="mp",
             **{"disable_log_stats": True} | arguments,
         )
+        _check_model(given, replicas)
         if replicas > 1:
-            _check_model(given, replicas)
             DPCoordinatorProc.run_coordinator = run_coordinator
         here = Here(os.getpid(), str(self.options.model.absolute()), str(directory), nodes.rank * ranks)
         with environment(here, binding, self.options.deterministic, eager):
@@ -198,12 +198,13 @@ def run_coordinator(**how: Any) -> None:
 
 
 def _check_model(given: Any, replicas: int) -> None:
-    """Refuses a model that replicas can't serve before any process starts. vLLM knows the model once it has made its
-    config, inside `from_engine_args`."""
+    """Refuses a model that brings a draft model, or that replicas can't serve, before any process starts. vLLM knows
+    the model once it has made its config, inside `from_engine_args`."""
     make = given.create_engine_config
 
     def checked(*arguments: Any, **more: Any) -> Any:
         config = make(*arguments, **more)
+        check_draft(config)
         check_experts(replicas, bool(config.model_config.is_moe))
         return config
 

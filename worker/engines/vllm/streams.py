@@ -65,6 +65,10 @@ class Streams:
         """The running requests with these ids (None: all)."""
         return requests_of(self._streams, request_ids)
 
+    def coming(self) -> list[VllmStream]:
+        """The requests that vLLM does not have yet."""
+        return [stream for stream in self._streams.values() if not stream.submitted.is_set()]
+
     def of_adapter(self, name: str) -> list[VllmStream]:
         return [stream for stream in self._streams.values() if stream.adapter == name]
 

@@ -6,6 +6,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from rl_plane.protocol.worker_ops import ParsedCall
+from worker.engines.common.search_bound import check_search_ends
+
+_SEARCHING = ("deepseek_v3", "deepseek_v31")
+"""Parsers whose search takes as long as the third power of the number of calls that a text begins and does not end."""
 
 
 def parsers() -> Collection[str]:
@@ -36,6 +40,8 @@ def calls_of(
     parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
     request = parser.adjust_request(request)
     whole = text(request.skip_special_tokens)
+    if name in _SEARCHING and parser.tool_calls_start_token in whole:
+        check_search_ends(parser.tool_call_regex, "findall", whole)
     found = parser.extract_tool_calls(whole, request)
     if not found.tools_called:
         return whole, []
