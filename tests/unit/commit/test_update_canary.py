@@ -86,6 +86,24 @@ def written(driver: Driver) -> list[CanaryRecord]:
 BACK = [*WHOLE[:6], "decide", "gate", "commit", "open", "open", "watch"]
 
 
+@pytest.mark.parametrize("kind", ["update", "complete"])
+def test_a_record_that_does_not_fit_in_a_message_with_the_version_before_is_never_decided(kind: str) -> None:
+    def by_urls(step: int) -> dict[str, Any]:
+        urls = {f"{number}.safetensors": f"https://a.example/{step}/" + "x" * 1900 for number in range(260)}
+        return {"backend": "http", "urls": urls}
+
+    base = replace(R1_OPEN, source=replace(R1.source, transport=by_urls(1)))
+    fields = {"transport": by_urls(2), "policy": {"canary": CANARY}}
+    waiting = prepare(**fields)
+    call = update(**fields) if kind == "update" else UpdateCommand("complete", waiting.update_id)
+    driver = Driver(call, base)
+    driver.session = None if kind == "update" else session_of(waiting)
+    driver.reports = [report(key, R1_OPEN, canary={"vocab_size": 10, "max_model_len": 10}) for key in MEMBERS]
+    assert driver.error(InvalidRequest).facts["field"] == "transport"
+    assert not driver.all(Write)
+    assert driver.phases[-1] == "abort"
+
+
 def test_a_worker_with_other_canary_scores_is_excluded_and_the_version_opens_with_the_others_scores() -> None:
     driver = with_canary(scored(-1.0, -1.0, -5.0), watch=serving("ab"))
     outcome = driver.outcome()

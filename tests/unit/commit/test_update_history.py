@@ -123,6 +123,16 @@ def test_an_entry_of_any_fleet_fits_into_a_message(failed: int) -> None:
         assert len(kept.excluded) == 7
 
 
+def test_an_entry_loses_a_transport_that_does_not_fit_and_no_roll_back_leads_to_it() -> None:
+    urls = {f"model-{number:05}.safetensors": "https://a.example/" + "x" * 1932 for number in range(260)}
+    rows = {"w": {"incarnation": "i", "status": "ok"}}
+    entry = committed(1, transport={"backend": "http", "urls": urls}, workers=rows, excluded=["w"])
+    kept = UpdateEntry.decode(entry.encode())
+    assert (kept.transport, kept.refetchable) == ({"backend": "http"}, False)
+    with pytest.raises(Conflict, match="can't be fetched"):
+        source_of(kept, [])
+
+
 def test_a_request_is_the_same_whatever_its_policy() -> None:
     body = {"transport": {"backend": "filesystem", "path": "/x"}, "version": None, "policy": {"min_ready": 1}}
     same = {"policy": {"min_ready": 9}, "transport": {"path": "/x", "backend": "filesystem"}}
