@@ -133,11 +133,12 @@ def survey(
     if base is None:
         raise NoWorkers("no worker has fixed the fleet's first version yet", retry_after_s=1.0)
     if not base.final:
+        policy = UpdatePolicy(commit_timeout_s=base.commit_timeout_s)
         yield from keep_paused(state, base)
         if not goes_back(base, state.settlement):
-            yield from swap_all(state, Written(base, seen.written), seen.members, UpdatePolicy())
+            yield from swap_all(state, Written(base, seen.written), seen.members, policy)
         if goes_back(base, state.settlement):
-            base, _ = yield from go_back(state, base, UpdatePolicy())
+            base, _ = yield from go_back(state, base, policy)
         base = opened_record(state, base)
         # The answer has the canary's result only for this command's own update.
         if base.update_id not in (state.command.update_id, own):

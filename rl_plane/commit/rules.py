@@ -100,6 +100,7 @@ def next_record(
         policy.pause_mode,
         policy.keep_pause,
         policy.kv if version is made else "recompute",
+        policy.commit_timeout_s,
         canary=canary,
         on_canary_failure=on_failure,
         fallback=replace(base, missed=None, fallback=None) if returns else None,

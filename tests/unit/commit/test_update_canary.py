@@ -71,7 +71,7 @@ def scored(*values: float) -> Callable[[SendOp], Answered]:
 
 def with_canary(commit: Any, /, base: DecisionRecord = R0, on_failure: str = "rollback", **answers: Any) -> Driver:
     canary, barrier = answers.pop("canary", CANARY), answers.pop("barrier", "strict")
-    policy = {"canary": canary, "on_canary_failure": on_failure, "barrier": barrier}
+    policy = {"canary": canary, "on_canary_failure": on_failure, "barrier": barrier, **answers.pop("policy", {})}
     driver = Driver(update(policy=policy), base, **{"commit": commit, "roll": commit, **answers})
     driver.reports = [report(key, base, canary={"vocab_size": 10, "max_model_len": 10}) for key in MEMBERS]
     return driver
@@ -273,6 +273,14 @@ def test_an_update_whose_verdict_an_outage_cuts_off_is_finished_by_its_own_call(
     assert outcome.canary is not None
     assert outcome.canary["scored"] == 3
     assert driver.phases == [*WHOLE[:5], *AGAIN, *FINISHED, "open", "open", "recheck", "watch"]
+
+
+def test_an_update_that_its_own_call_finishes_keeps_the_time_of_its_policy() -> None:
+    slow = {"commit_timeout_s": 600.0}
+    driver = with_canary(scored(-5.0, -5.0, -5.0), gate=[LOST, None], policy=slow)
+    driver.error(CanaryFailed)
+    assert [one.timeout_s for one in driver.all(SendOp, "commit")] == [600.0, 600.0]
+    assert driver.all(Watch)[-1].timeout_s == 600.0
 
 
 def test_a_call_that_loses_nats_again_after_the_way_back_does_not_open_the_failed_version() -> None:
