@@ -30,6 +30,7 @@ from rl_plane.protocol.canary import CanaryRecord, engine_kind
 from rl_plane.protocol.record import (
     DecisionRecord,
 )
+from rl_plane.protocol.update_requests import Part
 from tests.support.update_machine import (
     FENCE,
     FENCED,
@@ -133,6 +134,16 @@ def test_a_version_that_all_workers_fail_is_never_opened_and_the_version_before_
     assert error.facts["failed_version"] == failed.made.to_wire()
     assert [row["error"]["code"] for row in error.facts["workers"]] == ["numerics"] * 3
     assert error.facts["serving"] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("kind", ["prepare", "receive_part", "label", "complete", "abort"])
+def test_a_later_call_for_an_update_that_its_canary_took_back_reports_the_canary(kind: Any) -> None:
+    first = with_canary(scored(-5.0, -5.0, -5.0))
+    first.run()
+    part = Part(names=[], dtypes=[], shapes=[]) if kind == "receive_part" else None
+    driver = Driver(UpdateCommand(kind, "u9", body(), part=part), first.record)
+    assert "the fleet is back at initial" in driver.error(CanaryFailed).message
+    assert driver.phases == ["survey"]
 
 
 @pytest.mark.parametrize("keys", ["", "ab"])
