@@ -11,6 +11,7 @@ import pytest
 from rl_plane.commit.steps import (
     Announce,
     Answered,
+    Failed,
     SaveCanaryHistory,
     SendOp,
     UpdateCommand,
@@ -258,7 +259,10 @@ def test_an_update_that_is_lost_before_its_canary_is_judged_is_left_to_the_next_
     assert driver.phases == [*WHOLE[:6], *again, "watch"]
     driver = with_canary(scored(-1.0, -1.0, -1.0), open=[why, None])
     driver.outcome()
-    assert driver.phases == [*WHOLE[:7], "watch", "open"]
+    again = (
+        ["watch", "open"] if why is FENCED else ["watch", "survey", *FINISHED, "open", "open", "recheck", "watch"]
+    )
+    assert driver.phases == [*WHOLE[:7], *again]
     opened = driver.all(Write, "open")[-1].record
     assert opened.canary is not None
     assert opened.canary.references == {KIND: ((-1.0, -2.0),)}
@@ -347,7 +351,24 @@ def test_a_roll_that_is_lost_for_good_before_its_verdict_is_not_opened(why: Plan
 def test_a_lost_roll_is_opened_once_a_worker_has_passed() -> None:
     driver = with_canary([scored(-1.0, -1.0, -1.0), LOST], barrier="rolling")
     driver.outcome()
-    assert driver.phases[-6:] == ["roll", "open", "roll", "open", "watch", "open"]
+    assert driver.phases[-7:] == ["roll", "open", "roll", "survey", "open", "watch", "open"]
+
+
+def test_a_roll_whose_lost_write_stands_is_opened_with_the_scores_of_the_first_workers() -> None:
+    driver = with_canary(scored(-1.0, -1.0, -1.0), barrier="rolling", canary={"sequences": [[1, 2, 3]]})
+    stands: list[DecisionRecord] = []
+
+    def late(write: Write) -> Failed:
+        stands.append(write.record)
+        return Failed(LOST)
+
+    driver.answers["open"] = [late, None]
+    driver.answers["survey"] = [None, lambda _: replace(driver.surveyed(), record=stands[0])]
+    driver.outcome()
+    assert driver.phases[-5:] == ["open", "survey", "open", "watch", "open"]
+    opened = [one.record for one in driver.all(Write, "open")]
+    assert [one.final for one in opened] == [False, True, True]
+    assert [one.canary and one.canary.references for one in opened] == [{KIND: ((-1.0, -2.0),)}] * 3
 
 
 def test_a_coordinator_that_finishes_a_version_that_all_workers_fail_returns_to_the_one_before() -> None:
