@@ -206,7 +206,8 @@ def evaluate_listening(replies: Sequence[WorkerReply]) -> Prepared:
     be excluded."""
     failed = _failed(replies)
     if failed or not replies:
-        raise prepare_error(failed, len(replies))
+        fix = "mend these workers or stop them, then send the update again: a push needs every worker"
+        raise prepare_error(failed, len(replies), fix=fix)
     return Prepared("", {reply.instance_id: reply.incarnation for reply in replies}, [], refetchable=False)
 
 
@@ -238,7 +239,12 @@ def too_few(ready: int, policy: UpdatePolicy) -> UpdateAborted:
     )
 
 
-def prepare_error(failed: Sequence[WorkerReply], asked: int, in_place: bool = False) -> PlaneError:
+def prepare_error(
+    failed: Sequence[WorkerReply],
+    asked: int,
+    in_place: bool = False,
+    fix: str = "repeat it, or exclude them with policy.on_prepare_failure=exclude",
+) -> PlaneError:
     """The update's error, made from the workers' errors. A mistake of the caller keeps its type, because the caller may
     then rely on it that no worker was changed. `in_place`: an update that was already written over the weights of some
     worker does not keep it."""
@@ -255,7 +261,7 @@ def prepare_error(failed: Sequence[WorkerReply], asked: int, in_place: bool = Fa
     who, why = next((one for one in causes if one[1].facts.get("field") != "transport.group"), causes[0])
     return UpdateAborted(
         f"{len(failed)} of {asked} workers could not prepare the update, so it was undone on all: {who}: {why.message}",
-        fix="repeat it, or exclude them with policy.on_prepare_failure=exclude",
+        fix=fix,
     )
 
 
