@@ -321,7 +321,7 @@ MUTANTS = [
     Mutant(
         "lock: a renewal whose answer was lost costs the new fence",
         "rl_plane/bus/lock.py",
-        "            await self._look()  # the server may have taken a renewal whose answer was lost, and which has the old nonce\n",
+        "            await self._look()  # a renewal whose answer was lost counts only by the old nonce\n",
         "            pass\n",
         LOCK + "the_call_after_a_renewal_with_a_lost_answer_counts_the_renewal",
     ),
