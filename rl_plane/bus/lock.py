@@ -116,6 +116,7 @@ class HeldLock:
         async with self._busy:
             await self._check_ours()
             await raise_sequence(self._bus, self._bucket, lowest - 1)
+            await self._look()  # a renewal whose answer was lost counts only by the old nonce
             self._holder = {**self._holder, **_identity(self._bus), "nonce": _nonce()}
             await self._write_lock(json.dumps(self._holder).encode())
             self.fence = self._revision

@@ -151,6 +151,7 @@ def record_back(record: DecisionRecord, settlement: Settlement, now: float) -> D
         pause_mode=record.pause_mode,
         keep_pause=record.keep_pause,
         kv="recompute",
+        commit_timeout_s=record.commit_timeout_s,
         on_canary_failure="exclude",  # else two versions that both fail would replace each other forever
         fallback=None,
         missed={"version": record.made.to_wire(), **settlement.summary(), "message": message_of(settlement)},

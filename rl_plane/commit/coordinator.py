@@ -169,7 +169,7 @@ class Coordinator:
                 write = self._record.decide if phase == "decide" else self._record.write
                 written = await write(record)
                 if phase == "decide" and self._journal is not None:
-                    self._journal.decided(record.sequence)
+                    self._journal.decided(record)
                 return Written(written, self._record.sequence)
             case BeginJournal() | SaveSession() | EndSession() | SavePause() | SaveCanaryHistory():
                 await self._save(instruction)

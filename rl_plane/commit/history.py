@@ -42,7 +42,8 @@ KEEP = 256
 """The number of entries that the store keeps: a day of steps of five minutes. With 1,024 workers they take about 20 MB
 in the store."""
 MAX_ENTRY_BYTES = 512_000
-"""Half of what a NATS message carries. An entry above it (with some 5,000 workers) lists only the failed workers."""
+"""Half of what a NATS message carries. An entry above it (with some 5,000 workers) lists only the failed workers. An
+entry that is still above it loses its transport, so that no roll-back leads to its version."""
 MAX_FACTS_BYTES = 8_000
 """The size of an error's facts. A larger error keeps only its code, message, field and fix."""
 MAX_MESSAGE_CHARS = 500
@@ -155,6 +156,10 @@ class UpdateEntry(Stored):
         data = json.dumps(self._fields(), default=str).encode()
         if len(data) <= MAX_ENTRY_BYTES:
             return data
+        if not self.workers and not self.excluded:  # the request itself is too large
+            backend = {"backend": self.transport["backend"]} if self.transport is not None else None
+            short = replace(self, transport=backend, before=None, refetchable=False)
+            return json.dumps(short._fields(), default=str).encode()
         failed = {key: reply for key, reply in self.workers.items() if reply.get("status") != "ok"}
         if len(failed) == len(self.workers):  # even their errors are too many
             failed = dict(list(failed.items())[: len(failed) // 2])

@@ -12,7 +12,7 @@ from typing import Any
 from rl_plane._util.log_format import fields
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.lock import HeldLock
-from rl_plane.bus.state_store import read_record
+from rl_plane.bus.state_store import read_record, read_session
 from rl_plane.commit.history import (
     KEEP,
     MAX_MESSAGE_CHARS,
@@ -131,14 +131,17 @@ class Journal:
         key = f" with the key {entry.asked_by}" if entry.asked_by else ""
         return f"by {backend}" if backend else "nothing to receive", f"{entry.caller or entry.who}{key}"
 
-    def decided(self, sequence: int) -> None:
-        """Logs that the update is decided. From here on only a new decision replaces it."""
+    def decided(self, record: DecisionRecord) -> None:
+        """Logs that the update is decided. From here on only a new decision replaces it. Logs nothing if `record`
+        brings the version before back, or is of another update, which this call has finished."""
+        if record.missed is not None or record.update_id != self._entry.update_id:
+            return
         log.info(
             "%s is committed as sequence %d, asked by %s",
             self._name,
-            sequence,
+            record.sequence,
             self._facts()[1],
-            extra=self._fields("committed", sequence=sequence),
+            extra=self._fields("committed", sequence=record.sequence),
         )
 
     def _log_end(self, entry: UpdateEntry) -> None:
@@ -247,7 +250,8 @@ class Journal:
         )
 
     async def failed(self, error: PlaneError) -> None:
-        """Ends the entry with an error. If the update was decided, the entry is committed and has the error."""
+        """Ends the entry with an error. If the update was decided, the entry is committed and has the error. An update
+        that still waits for another call has not ended, so its entry stays as it is."""
         if not self._begun or isinstance(error, OutcomeUnknown):
             return  # nothing was begun; or the record shows the outcome, once it can be read
         workers = _outcomes(error.facts.get("workers", ()))
@@ -257,9 +261,12 @@ class Journal:
         )
         try:
             record = await read_record(self._bus, self._state)
+            session = await read_session(self._bus, self._state)
         except BusUnreachable:
             return
         decided = record is not None and record.update_id == entry.update_id
+        if not decided and session is not None and session.update_id == entry.update_id:
+            return
         if self._entry.outcome_unreported and not (decided and type(error) in (Conflict, CanaryFailed)):
             return  # still unreported: the only answers are too few workers that serve it, and a failed canary
         phases = {**entry.phases, **error.facts.get("phases", {})}

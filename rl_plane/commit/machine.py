@@ -133,11 +133,12 @@ def survey(
     if base is None:
         raise NoWorkers("no worker has fixed the fleet's first version yet", retry_after_s=1.0)
     if not base.final:
+        policy = UpdatePolicy(commit_timeout_s=base.commit_timeout_s)
         yield from keep_paused(state, base)
         if not goes_back(base, state.settlement):
-            yield from swap_all(state, Written(base, seen.written), seen.members, UpdatePolicy())
+            yield from swap_all(state, Written(base, seen.written), seen.members, policy)
         if goes_back(base, state.settlement):
-            base, _ = yield from go_back(state, base, UpdatePolicy())
+            base, _ = yield from go_back(state, base, policy)
         base = opened_record(state, base)
         # The answer has the canary's result only for this command's own update.
         if base.update_id not in (state.command.update_id, own):
@@ -164,7 +165,9 @@ def carry_out(
     except StaleFence:
         pass  # the shell has logged it
     except BusUnreachable:
-        if lacks_verdict(record, state.settlement):
+        # A worker may wait for the others' scores as long as this call holds the lock, until the record is open.
+        shut = record.canary is not None and record.rolling_from is None
+        if shut or lacks_verdict(record, state.settlement):
             base = yield from finish_again(state, record)
             if base is not None:
                 return (yield from answer(state, base, policy, replies, meant))
@@ -184,7 +187,7 @@ def carry_out(
 def finish_again(
     state: CommandState, record: DecisionRecord
 ) -> Generator[Instruction, Any, DecisionRecord | None]:
-    """Finishes this call's own update after NATS was lost before its verdict, as another coordinator would. Returns the
+    """Finishes this call's own update after NATS was lost, as another coordinator would. Returns the
     committed record. None: NATS or the lock is lost again, and the next holder of the lock finishes the update."""
     try:
         yield Watch(record, 0.0)  # until NATS is back

@@ -8,7 +8,15 @@ from typing import Any
 from rl_plane.commit.canary_steps import canary_of, limits_of
 from rl_plane.commit.command_state import CommandState, naming_workers
 from rl_plane.commit.relay_plan import plan_relay
-from rl_plane.commit.rules import evaluate_prepare, is_lost, label_of, left_reply, needs_of, next_record
+from rl_plane.commit.rules import (
+    check_size,
+    evaluate_prepare,
+    is_lost,
+    label_of,
+    left_reply,
+    needs_of,
+    next_record,
+)
 from rl_plane.commit.steps import (
     Answered,
     BeginJournal,
@@ -137,12 +145,14 @@ def with_left(replies: Sequence[WorkerReply], workers: Members) -> list[WorkerRe
 def record_for(
     state: CommandState, base: DecisionRecord, body: UpdateWeights, update_id: str, prepared: Prepared
 ) -> DecisionRecord:
-    """The decision record of the update that was prepared."""
+    """The decision record of the update that was prepared. InvalidRequest: it is too large to be sent."""
     canary = canary_of(
         base, body, prepared.digest, prepared.replies, limits_of(state.seen.reports), state.seen.history
     )
     changed = state.changed_source(base, body)
-    return next_record(base, body, update_id, prepared, state.now, changed, canary)
+    record = next_record(base, body, update_id, prepared, state.now, changed, canary)
+    check_size(record)
+    return record
 
 
 def decide(record: DecisionRecord) -> Generator[Instruction, Any, Written]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_plane.commit.canary_steps import goes_back, settled
 from rl_plane.commit.command_state import CommandState
-from rl_plane.commit.opening import keep_paused, open_record, wait_for_leases
+from rl_plane.commit.opening import keep_paused, open_record, opened_record, wait_for_leases
 from rl_plane.commit.rules import commit_body, still_there
 from rl_plane.commit.steps import (
     Announce,
@@ -17,6 +17,8 @@ from rl_plane.commit.steps import (
     Members,
     RecordAcks,
     SendOp,
+    Survey,
+    Surveyed,
     Watch,
     Write,
     Written,
@@ -62,8 +64,13 @@ def end_roll(state: CommandState, record: DecisionRecord) -> Generator[Instructi
     lock. When the roll has ended the worker swaps by itself."""
     for _ in range(END_ROLL_TRIES):
         try:
+            # This call's last write may stand although its answer was lost. The survey takes that record up.
+            seen: Surveyed = yield Survey()
+            there = seen.record
+            if there is None or there.made != record.made or there.final:
+                return
             yield from keep_paused(state, record)  # no coordinator saves the pause of a final record
-            yield Write("open", record.opened())
+            yield Write("open", opened_record(state, there))
             return
         except StaleFence:
             return  # another coordinator has taken over, so no worker waits for this call

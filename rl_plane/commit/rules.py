@@ -21,6 +21,7 @@ from rl_plane.errors import (
 )
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryRecord
+from rl_plane.protocol.envelope import MAX_INTEGER, encode
 from rl_plane.protocol.record import (
     MAX_DELTAS,
     CommittedAdapter,
@@ -30,10 +31,14 @@ from rl_plane.protocol.record import (
     newer,
 )
 from rl_plane.protocol.update_requests import LoraTarget, UpdatePolicy, UpdateWeights
+from rl_plane.protocol.validation import MAX_LEASE_S
 from rl_plane.protocol.versions import WeightVersion, algorithm_of
 
 SHOWN = 3
 """The number of workers that an error message names."""
+MAX_RECORD_BYTES = 800_000
+"""The size of a decision record. The rest of a message (`envelope.MAX_MESSAGE_BYTES`) is for the scores that the canary
+adds to the record."""
 CLOSED_BY_CHOICE = frozenset({"disabled", "draining", "leaving", "memory", "checking"})
 """Reasons that close a worker's admission although its weights are right."""
 
@@ -95,6 +100,7 @@ def next_record(
         policy.pause_mode,
         policy.keep_pause,
         policy.kv if version is made else "recompute",
+        policy.commit_timeout_s,
         canary=canary,
         on_canary_failure=on_failure,
         fallback=replace(base, missed=None, fallback=None) if returns else None,
@@ -200,7 +206,8 @@ def evaluate_listening(replies: Sequence[WorkerReply]) -> Prepared:
     be excluded."""
     failed = _failed(replies)
     if failed or not replies:
-        raise prepare_error(failed, len(replies))
+        fix = "mend these workers or stop them, then send the update again: a push needs every worker"
+        raise prepare_error(failed, len(replies), fix=fix)
     return Prepared("", {reply.instance_id: reply.incarnation for reply in replies}, [], refetchable=False)
 
 
@@ -232,7 +239,12 @@ def too_few(ready: int, policy: UpdatePolicy) -> UpdateAborted:
     )
 
 
-def prepare_error(failed: Sequence[WorkerReply], asked: int, in_place: bool = False) -> PlaneError:
+def prepare_error(
+    failed: Sequence[WorkerReply],
+    asked: int,
+    in_place: bool = False,
+    fix: str = "repeat it, or exclude them with policy.on_prepare_failure=exclude",
+) -> PlaneError:
     """The update's error, made from the workers' errors. A mistake of the caller keeps its type, because the caller may
     then rely on it that no worker was changed. `in_place`: an update that was already written over the weights of some
     worker does not keep it."""
@@ -249,7 +261,7 @@ def prepare_error(failed: Sequence[WorkerReply], asked: int, in_place: bool = Fa
     who, why = next((one for one in causes if one[1].facts.get("field") != "transport.group"), causes[0])
     return UpdateAborted(
         f"{len(failed)} of {asked} workers could not prepare the update, so it was undone on all: {who}: {why.message}",
-        fix="repeat it, or exclude them with policy.on_prepare_failure=exclude",
+        fix=fix,
     )
 
 
@@ -347,6 +359,19 @@ def enough(outcome: Outcome, policy: UpdatePolicy) -> Outcome:
         canary=outcome.canary,
         fix="read the state until they are ready; don't send it again",
     )
+
+
+def check_size(record: DecisionRecord) -> None:
+    """Refuses a record that is too large to be sent to the workers. It must be checked before the decision: nothing
+    undoes a decision that no worker can receive."""
+    size = max(len(record.encode()), len(encode(commit_body(record, MAX_INTEGER, MAX_LEASE_S))))
+    if size > MAX_RECORD_BYTES:
+        raise InvalidRequest(
+            f"with this transport the decision record has {size} bytes, more than {MAX_RECORD_BYTES}; it also has the "
+            "sources of the version before, of the adapters, and of the versions that a delta changes",
+            field="transport",
+            fix="give a shorter transport, publish a full version, or unload adapters",
+        )
 
 
 def commit_body(record: DecisionRecord, written: int, pause_s: float) -> dict[str, Any]:

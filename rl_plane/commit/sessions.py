@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_plane.commit.canary_steps import check_canary, limits_of
+from rl_plane.commit.canary_steps import check_canary, limits_of, missed_error
 from rl_plane.commit.command_state import CommandState, Steps, naming_workers
 from rl_plane.commit.machine import carry_out, survey
 from rl_plane.commit.opening import answer
@@ -71,7 +71,7 @@ def prepare_only(state: CommandState) -> Steps:
     body, update_id = state.body, state.command.update_id
     session, base = yield from survey(state, lambda waiting: waiting.update_id == update_id)
     if _is_decided(state, session, base):
-        raise committed_already(base.update_id, base.made, "prepare the next one under a new id")
+        raise _too_late(base, "prepare the next one under a new id")
     if session is not None:
         return Prepared(session.digest, session.prepared, [], session.refetchable, session=session)
     check_against(base, body, state.changed_source(base, body))
@@ -199,10 +199,11 @@ def complete(state: CommandState) -> Steps:
 def _session(
     state: CommandState, committed_fix: str
 ) -> Generator[Instruction, Any, tuple[UpdateSession, DecisionRecord]]:
-    """Returns the prepared update that the command names. Raises Conflict, with `committed_fix`, if it is committed."""
+    """Returns the prepared update that the command names. Raises Conflict, with `committed_fix`, if it is committed,
+    and CanaryFailed if the canary has taken it back."""
     session, base = yield from survey(state, lambda waiting: True)
     if _is_decided(state, session, base):
-        raise committed_already(base.update_id, base.made, committed_fix)
+        raise _too_late(base, committed_fix)
     return _expected(state, session), base
 
 
@@ -211,6 +212,13 @@ def _is_decided(state: CommandState, session: UpdateSession | None, base: Decisi
     answer."""
     meant = state.command.update_id or (session.update_id if session is not None else "")
     return meant != "" and base.update_id == meant
+
+
+def _too_late(base: DecisionRecord, committed_fix: str) -> PlaneError:
+    """The error of a call that comes after its update was decided."""
+    if base.missed is not None:
+        return missed_error(base)
+    return committed_already(base.update_id, base.made, committed_fix)
 
 
 def _expected(state: CommandState, session: UpdateSession | None) -> UpdateSession:

@@ -224,7 +224,7 @@ class FleetUpdates:
             try:
                 received = await Coordinator(self._calls, call.view, held, journal).run(asked_for)
             except PlaneError as error:
-                if journal is not None and not isinstance(error, Locked):
+                if journal is not None:
                     await journal.failed(error)
                 raise
         assert isinstance(received, PartReceived)

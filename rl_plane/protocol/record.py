@@ -27,6 +27,8 @@ This long after a decision no process serves the version before, even if it did 
 MAX_DELTAS = 32
 """Deltas and partial versions on one full version. Deltas of 2 to 3 % each add up to another full version, which a new
 worker must fetch."""
+COMMIT_TIMEOUT_S = 60.0
+"""The default time-out of the swap and the canary on every worker."""
 LEASE_MARGIN_S = 1.0
 """Covers two clocks that run at slightly different speeds, and a round trip."""
 TAKEOVER_S = 3.0
@@ -108,6 +110,8 @@ class DecisionRecord(Stored):
     """The policy's treatment of running requests, for a worker that swaps by itself."""
     kv: KvPolicy = "recompute"
     """The policy's treatment of the KV of running requests, for a worker that has prepared the update."""
+    commit_timeout_s: float = COMMIT_TIMEOUT_S
+    """The policy's seconds for the swap and the canary on every worker, for a coordinator that finishes the update."""
     canary: CanaryRecord | None = None
     """The scores that the base weights must reach. None: no worker scores them."""
     on_canary_failure: OnCanaryFailure = "exclude"

@@ -11,7 +11,14 @@ from typing_extensions import TypedDict
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary, OnCanaryFailure, PolicyCanary
-from rl_plane.protocol.record import DecisionRecord, Encoding, KvPolicy, PauseMode, VersionSource
+from rl_plane.protocol.record import (
+    COMMIT_TIMEOUT_S,
+    DecisionRecord,
+    Encoding,
+    KvPolicy,
+    PauseMode,
+    VersionSource,
+)
 from rl_plane.protocol.relay import MAX_WORKERS, RelayPlan, SourceUse
 from rl_plane.protocol.shared_tensors import GpuCopies, GpuMemory, NamedMemory, TensorPlace
 from rl_plane.protocol.transport_traits import TransportTraits, traits_of
@@ -486,7 +493,7 @@ class UpdatePolicy(Body):
     """Seconds within which every worker must have staged the weights."""
     gate_timeout_s: float = Field(2.0, gt=0, le=MAX_TIMEOUT_S)
     """Seconds to close and to open admission. A worker's NATS loop answers at once."""
-    commit_timeout_s: float = Field(60.0, gt=0, le=MAX_TIMEOUT_S)
+    commit_timeout_s: float = Field(COMMIT_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
     """Seconds for the swap and the canary on every worker."""
     canary: PolicyCanary = None
     """The token sequences that every worker scores after the swap, before it serves the version. None: sequences that

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from rl_plane.errors import (
+    BusUnreachable,
     CanaryFailed,
     Conflict,
     InvalidRequest,
@@ -22,9 +23,10 @@ from rl_plane.errors import (
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.canary import default_canary
-from rl_plane.protocol.subjects import CANARY_HISTORY
+from rl_plane.protocol.subjects import CANARY_HISTORY, RECORD
 from tests.support.dying_coordinator import CoordinatorDies, ends_at
 from tests.support.faults import Faulty, StatusLog, Stream, spawn_faulty
+from tests.support.faulty_bus import BusFaults
 from tests.support.frontend_process import PROMPT, tokens_under
 from tests.support.streaming_client import Streaming, http, ready
 from worker.engines.fake.adapter import fake_prompt_logprobs, fake_token
@@ -469,6 +471,24 @@ async def test_the_default_canary_is_scored_by_every_worker(plane: Plane) -> Non
     assert record is not None
     assert record.canary is not None
     assert record.canary.sequences == tuple(tuple(tokens) for tokens in default_canary(512).sequences)
+
+
+async def test_an_update_whose_open_record_is_lost_once_is_opened_by_its_own_call(plane: Plane) -> None:
+    faults, written = BusFaults(), 0
+    fleet = Fleet(await plane.client(connect_bus=faults.connect))
+    spawn_faulty(plane)
+    spawn_faulty(plane)
+
+    async def lose_the_third(key: str) -> None:  # after the seal and the decision
+        nonlocal written
+        written += key == RECORD
+        if key == RECORD and written == 3:
+            raise BusUnreachable("the write was lost")
+
+    faults.before_put = lose_the_third
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one", commit_timeout_s=4.0))
+    assert written > 3
+    assert (reply["excluded"], reply["canary"]["scored"]) == ([], 2)
 
 
 async def test_a_later_worker_of_a_rolling_update_is_judged_by_the_first_ones(plane: Plane) -> None:

@@ -16,6 +16,7 @@ from rl_plane.bus.lock import LOCK_TTL_S, POLL_S, HeldLock, LockTimings, fence_o
 from rl_plane.client import RlClient
 from rl_plane.errors import Locked, StaleFence
 from rl_plane.protocol.subjects import LOCK, KeyValueBucket
+from tests.support.faulty_bus import BusFaults
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -179,14 +180,14 @@ async def test_a_renewal_whose_answer_was_lost_does_not_cost_the_lock(plane: Pla
         await held.renew()
 
 
-@pytest.mark.parametrize("next_one", ["renew", "release"])
+@pytest.mark.parametrize("next_one", ["renew", "refence", "release"])
 async def test_the_call_after_a_renewal_with_a_lost_answer_counts_the_renewal(plane: Plane, next_one: str) -> None:
     client = await plane.client("holder")
     view = await client.view()
     async with client.lock(view) as held:
         await cancelled_on_its_way(held.renew())
-        if next_one == "renew":
-            await held.renew()
+        if next_one != "release":
+            await (held.renew() if next_one == "renew" else held.refence())
             await held.check()
             assert await live_fence(client.bus, view.subjects.state) == (held.fence, True)
     async with client.lock(view, wait_s=0.0):
@@ -202,10 +203,20 @@ async def cancelled_on_its_way(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def test_a_renewal_is_not_taken_for_a_new_fence(plane: Plane) -> None:
-    client = await plane.client("holder")
+    faults = BusFaults()
+    client, other = await plane.client("holder", UNRENEWED, faults.connect), await plane.client("other")
+    state = client.subjects().state
+
+    async def renewal_arrives(key: str) -> None:
+        if key == LOCK:
+            await other.bus.put(state, LOCK, renewal)
+
     async with client.lock(await client.view()) as held:
-        fence = held.fence
-        await cancelled_on_its_way(held.renew())
+        entry = await client.bus.get(state, LOCK)
+        assert entry is not None
+        assert entry.value is not None
+        renewal, fence = entry.value, held.fence
+        faults.before_put = renewal_arrives
         with pytest.raises(StaleFence):
             await held.refence()
         assert held.fence == fence

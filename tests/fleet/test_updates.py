@@ -313,6 +313,19 @@ async def test_prepared_twice_under_one_id_the_first_stands(plane: Plane) -> Non
     assert await all_serve(two.client, "one")
 
 
+async def test_a_part_for_an_update_that_takes_no_parts_leaves_it_prepared(plane: Plane) -> None:
+    fleet = await plane.fleet()
+    plane.spawn()
+    prepared = await fleet.run("prepare_weights_update", update_of(plane.model(1), "one"))
+    part = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]]}
+    with pytest.raises(InvalidRequest):
+        await fleet.run("receive_weights_part", {"update_id": prepared["update_id"], **part})
+    assert (await fleet.run("updates", {}))["updates"][0]["outcome"] == "prepared"
+    assert (await fleet.run("state", {}))["update"] is not None
+    await fleet.run("complete_weights_update", {"update_id": prepared["update_id"]})
+    assert (await fleet.run("updates", {}))["updates"][0]["outcome"] == "committed"
+
+
 async def test_one_client_prepares_and_another_aborts(plane: Plane) -> None:
     one, two = await plane.fleet(), await plane.fleet()
     plane.spawn_copies(2)

@@ -319,6 +319,13 @@ MUTANTS = [
         LOCK + "a_renewal_is_not_taken_for_a_new_fence",
     ),
     Mutant(
+        "lock: a renewal whose answer was lost costs the new fence",
+        "rl_plane/bus/lock.py",
+        "            await self._look()  # a renewal whose answer was lost counts only by the old nonce\n",
+        "            pass\n",
+        LOCK + "the_call_after_a_renewal_with_a_lost_answer_counts_the_renewal",
+    ),
+    Mutant(
         "lock: a store's fences may come a second time",
         "rl_plane/bus/lock.py",
         "            await raise_sequence(self._bus, self._bucket, lowest - 1)\n",
@@ -503,6 +510,20 @@ MUTANTS = [
         "            yield from keep_paused(state, record)",
         "            pass",
         MACHINE + "a_pause_whose_write_is_lost_is_saved_before_the_record_is_final",
+    ),
+    Mutant(
+        "update: a lost roll ends on the record of another coordinator",
+        "rl_plane/commit/rolling.py",
+        "if there is None or there.made != record.made or there.final:",
+        "if there is None or there.final:",
+        MACHINE + "a_lost_roll_opens_the_record_that_stands_and_no_record_of_another_coordinator",
+    ),
+    Mutant(
+        "update: a record that no message carries is decided",
+        "rl_plane/commit/preparation.py",
+        "    check_size(record)\n",
+        "",
+        UPDATE_CANARY + "a_record_that_does_not_fit_in_a_message_with_the_version_before_is_never_decided",
     ),
     Mutant(
         "canary: no coordinator waits for scores",

@@ -23,6 +23,9 @@ BACKEND = "http"
 
 MAX_HEADERS = 32
 MAX_HEADER_CHARS = 8192
+MAX_SOURCE_CHARS = 350_000
+"""The longest names, URLs and headers of one request together. The decision record has them for the version and for the
+version before, and a NATS message carries the record."""
 MAX_NAME_CHARS = 255
 """The longest name of a file."""
 
@@ -106,6 +109,13 @@ def parse_source(request: Mapping[str, Any], allowed: Allowed) -> Source:
                 fix="name files as they are in a checkpoint's directory: letters, digits, . _ -",
             )
         allowed.check(one, "transport.urls")
+    size = sum(len(key) + len(value) for fields in (urls, headers) for key, value in fields.items())
+    if size > MAX_SOURCE_CHARS:
+        raise InvalidRequest(
+            f"transport.urls and transport.headers have {size} characters, more than {MAX_SOURCE_CHARS}",
+            field="transport.urls",
+            fix="give url, the folder of the files, or write fewer and larger files",
+        )
     return Source("transport.urls", None, dict(urls), headers)
 
 

@@ -11,6 +11,7 @@ import pytest
 from rl_plane.commit.steps import (
     Announce,
     Answered,
+    Failed,
     SaveCanaryHistory,
     SendOp,
     UpdateCommand,
@@ -30,6 +31,7 @@ from rl_plane.protocol.canary import CanaryRecord, engine_kind
 from rl_plane.protocol.record import (
     DecisionRecord,
 )
+from rl_plane.protocol.update_requests import Part
 from tests.support.update_machine import (
     FENCE,
     FENCED,
@@ -71,7 +73,7 @@ def scored(*values: float) -> Callable[[SendOp], Answered]:
 
 def with_canary(commit: Any, /, base: DecisionRecord = R0, on_failure: str = "rollback", **answers: Any) -> Driver:
     canary, barrier = answers.pop("canary", CANARY), answers.pop("barrier", "strict")
-    policy = {"canary": canary, "on_canary_failure": on_failure, "barrier": barrier}
+    policy = {"canary": canary, "on_canary_failure": on_failure, "barrier": barrier, **answers.pop("policy", {})}
     driver = Driver(update(policy=policy), base, **{"commit": commit, "roll": commit, **answers})
     driver.reports = [report(key, base, canary={"vocab_size": 10, "max_model_len": 10}) for key in MEMBERS]
     return driver
@@ -84,6 +86,24 @@ def written(driver: Driver) -> list[CanaryRecord]:
 
 
 BACK = [*WHOLE[:6], "decide", "gate", "commit", "open", "open", "watch"]
+
+
+@pytest.mark.parametrize("kind", ["update", "complete"])
+def test_a_record_that_does_not_fit_in_a_message_with_the_version_before_is_never_decided(kind: str) -> None:
+    def by_urls(step: int) -> dict[str, Any]:
+        urls = {f"{number}.safetensors": f"https://a.example/{step}/" + "x" * 1900 for number in range(260)}
+        return {"backend": "http", "urls": urls}
+
+    base = replace(R1_OPEN, source=replace(R1.source, transport=by_urls(1)))
+    fields = {"transport": by_urls(2), "policy": {"canary": CANARY}}
+    waiting = prepare(**fields)
+    call = update(**fields) if kind == "update" else UpdateCommand("complete", waiting.update_id)
+    driver = Driver(call, base)
+    driver.session = None if kind == "update" else session_of(waiting)
+    driver.reports = [report(key, R1_OPEN, canary={"vocab_size": 10, "max_model_len": 10}) for key in MEMBERS]
+    assert driver.error(InvalidRequest).facts["field"] == "transport"
+    assert not driver.all(Write)
+    assert driver.phases[-1] == "abort"
 
 
 def test_a_worker_with_other_canary_scores_is_excluded_and_the_version_opens_with_the_others_scores() -> None:
@@ -115,6 +135,16 @@ def test_a_version_that_all_workers_fail_is_never_opened_and_the_version_before_
     assert error.facts["failed_version"] == failed.made.to_wire()
     assert [row["error"]["code"] for row in error.facts["workers"]] == ["numerics"] * 3
     assert error.facts["serving"] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("kind", ["prepare", "receive_part", "label", "complete", "abort"])
+def test_a_later_call_for_an_update_that_its_canary_took_back_reports_the_canary(kind: Any) -> None:
+    first = with_canary(scored(-5.0, -5.0, -5.0))
+    first.run()
+    part = Part(names=[], dtypes=[], shapes=[]) if kind == "receive_part" else None
+    driver = Driver(UpdateCommand(kind, "u9", body(), part=part), first.record)
+    assert "the fleet is back at initial" in driver.error(CanaryFailed).message
+    assert driver.phases == ["survey"]
 
 
 @pytest.mark.parametrize("keys", ["", "ab"])
@@ -229,7 +259,10 @@ def test_an_update_that_is_lost_before_its_canary_is_judged_is_left_to_the_next_
     assert driver.phases == [*WHOLE[:6], *again, "watch"]
     driver = with_canary(scored(-1.0, -1.0, -1.0), open=[why, None])
     driver.outcome()
-    assert driver.phases == [*WHOLE[:7], "watch", "open"]
+    again = (
+        ["watch", "open"] if why is FENCED else ["watch", "survey", *FINISHED, "open", "open", "recheck", "watch"]
+    )
+    assert driver.phases == [*WHOLE[:7], *again]
     opened = driver.all(Write, "open")[-1].record
     assert opened.canary is not None
     assert opened.canary.references == {KIND: ((-1.0, -2.0),)}
@@ -255,6 +288,14 @@ def test_an_update_whose_verdict_an_outage_cuts_off_is_finished_by_its_own_call(
     assert outcome.canary is not None
     assert outcome.canary["scored"] == 3
     assert driver.phases == [*WHOLE[:5], *AGAIN, *FINISHED, "open", "open", "recheck", "watch"]
+
+
+def test_an_update_that_its_own_call_finishes_keeps_the_time_of_its_policy() -> None:
+    slow = {"commit_timeout_s": 600.0}
+    driver = with_canary(scored(-5.0, -5.0, -5.0), gate=[LOST, None], policy=slow)
+    driver.error(CanaryFailed)
+    assert [one.timeout_s for one in driver.all(SendOp, "commit")] == [600.0, 600.0]
+    assert driver.all(Watch)[-1].timeout_s == 600.0
 
 
 def test_a_call_that_loses_nats_again_after_the_way_back_does_not_open_the_failed_version() -> None:
@@ -310,7 +351,24 @@ def test_a_roll_that_is_lost_for_good_before_its_verdict_is_not_opened(why: Plan
 def test_a_lost_roll_is_opened_once_a_worker_has_passed() -> None:
     driver = with_canary([scored(-1.0, -1.0, -1.0), LOST], barrier="rolling")
     driver.outcome()
-    assert driver.phases[-6:] == ["roll", "open", "roll", "open", "watch", "open"]
+    assert driver.phases[-7:] == ["roll", "open", "roll", "survey", "open", "watch", "open"]
+
+
+def test_a_roll_whose_lost_write_stands_is_opened_with_the_scores_of_the_first_workers() -> None:
+    driver = with_canary(scored(-1.0, -1.0, -1.0), barrier="rolling", canary={"sequences": [[1, 2, 3]]})
+    stands: list[DecisionRecord] = []
+
+    def late(write: Write) -> Failed:
+        stands.append(write.record)
+        return Failed(LOST)
+
+    driver.answers["open"] = [late, None]
+    driver.answers["survey"] = [None, lambda _: replace(driver.surveyed(), record=stands[0])]
+    driver.outcome()
+    assert driver.phases[-5:] == ["open", "survey", "open", "watch", "open"]
+    opened = [one.record for one in driver.all(Write, "open")]
+    assert [one.final for one in opened] == [False, True, True]
+    assert [one.canary and one.canary.references for one in opened] == [{KIND: ((-1.0, -2.0),)}] * 3
 
 
 def test_a_coordinator_that_finishes_a_version_that_all_workers_fail_returns_to_the_one_before() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import typing
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NotRequired
@@ -12,6 +13,7 @@ from pydantic import TypeAdapter
 from rl_plane.commit import history
 from rl_plane.commit.canary_rules import Settlement, Verdict
 from rl_plane.commit.history import UpdateEntry, evaluate_entry, request_hash
+from rl_plane.commit.journal import Journal
 from rl_plane.commit.past_versions import rollback_target, source_of, target_of
 from rl_plane.errors import (
     Conflict,
@@ -121,6 +123,30 @@ def test_an_entry_of_any_fleet_fits_into_a_message(failed: int) -> None:
     if failed == 7:
         assert len(kept.workers) == 7
         assert len(kept.excluded) == 7
+
+
+def test_an_entry_loses_a_transport_that_does_not_fit_and_no_roll_back_leads_to_it() -> None:
+    urls = {f"model-{number:05}.safetensors": "https://a.example/" + "x" * 1932 for number in range(260)}
+    rows = {"w": {"incarnation": "i", "status": "ok"}}
+    entry = committed(1, transport={"backend": "http", "urls": urls}, workers=rows, excluded=["w"])
+    kept = UpdateEntry.decode(entry.encode())
+    assert (kept.transport, kept.refetchable) == ({"backend": "http"}, False)
+    with pytest.raises(Conflict, match="can't be fetched"):
+        source_of(kept, [])
+
+
+def test_the_log_calls_an_update_committed_by_its_own_decision_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    nothing: Any = None
+    journal = Journal(nothing, nothing, nothing, "me", "u1", None, "step_1")
+    source = VersionSource(None)
+    own = DecisionRecord(version(1), source, "u1", version(1))
+    journal.decided(own)
+    journal.decided(replace(own, made=version(2), missed={"version": version(1).to_wire()}))
+    journal.decided(replace(own, made=version(3), update_id="u0"))
+    assert [record.message for record in caplog.records] == [
+        "update u1 (step_1) is committed as sequence 1, asked by me"
+    ]
 
 
 def test_a_request_is_the_same_whatever_its_policy() -> None:

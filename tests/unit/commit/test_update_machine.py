@@ -55,6 +55,7 @@ from tests.support.update_machine import (
     R1,
     R1_OPEN,
     V0,
+    V1,
     WHOLE,
     Driver,
     bad,
@@ -455,7 +456,7 @@ def test_a_coordinator_that_loses_a_step_after_the_decision_watches_the_workers_
 def test_a_pause_whose_write_is_lost_is_saved_before_the_record_is_final() -> None:
     driver = Driver(update(policy={"keep_pause": True, "barrier": "rolling"}), pause=[LOST, None])
     driver.outcome()
-    assert driver.phases[-5:] == ["pause", "pause", "open", "watch", "open"]
+    assert driver.phases[-5:] == ["survey", "pause", "open", "watch", "open"]
     pauses = [one.pause for one in driver.all(SavePause)]
     assert pauses == [DesiredPause(True, "keep", NOW + DEFAULT_PAUSE_LEASE_S)] * 2
     for barrier in ("strict", "rolling"):
@@ -482,7 +483,7 @@ def test_a_coordinator_that_loses_a_roll_opens_and_then_watches_the_workers() ->
     driver = Driver(update(policy={"barrier": "rolling"}), roll=[None, LOST])
     driver.outcome()
     # Workers that wait for their turn are released before the coordinator watches any worker.
-    assert driver.phases[-5:] == ["roll", "roll", "open", "watch", "open"]
+    assert driver.phases[-6:] == ["roll", "roll", "survey", "open", "watch", "open"]
     assert driver.all(Write, "open")[0].record == driver.decided.opened()
 
 
@@ -492,14 +493,22 @@ def test_a_lost_roll_tries_to_open_the_record_until_it_can_be_written(unheard: P
         update(policy={"barrier": "rolling"}), roll=LOST, open=[LOST, LOST, None], watch=[unheard, None]
     )
     driver.outcome()
-    assert driver.phases[-8:] == ["roll", *["open", "watch"] * 3, "open"]
+    assert driver.phases[-11:] == ["roll", *["survey", "open", "watch"] * 3, "open"]
     assert [watch.timeout_s for watch in driver.all(Watch)] == [0.0, 0.0, 60.0]
 
 
 def test_a_rolling_update_that_is_fenced_still_watches_the_workers() -> None:
     driver = Driver(update(policy={"barrier": "rolling"}), roll=LOST, open=FENCED)
     driver.outcome()
-    assert driver.phases[-4:] == ["roll", "open", "watch", "open"]
+    assert driver.phases[-5:] == ["roll", "survey", "open", "watch", "open"]
+
+
+def test_a_lost_roll_opens_the_record_that_stands_and_no_record_of_another_coordinator() -> None:
+    driver = Driver(update(policy={"barrier": "rolling"}), roll=LOST)
+    another = replace(R1, made=replace(V1, sequence=2))
+    driver.answers["survey"] = [None, lambda _: replace(driver.surveyed(), record=another)]
+    driver.outcome()
+    assert driver.phases[-4:] == ["roll", "survey", "watch", "open"]
 
 
 def test_an_update_raises_the_error_of_a_watch_that_hears_no_worker() -> None:

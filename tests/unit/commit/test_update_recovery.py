@@ -106,6 +106,14 @@ def test_a_repeated_update_returns_the_outcome_of_the_decided_update_with_its_id
     assert [reply.instance_id for reply in outcome.replies] == ["a", "b", "c"]
 
 
+def test_a_coordinator_finishes_an_update_within_the_time_of_its_policy() -> None:
+    first = Driver(update(policy={"commit_timeout_s": 600.0}))
+    first.outcome()
+    driver = Driver(UpdateCommand("finish", ""), first.decided)
+    driver.outcome()
+    assert driver.one(SendOp, "commit").timeout_s == 600.0
+
+
 @pytest.mark.parametrize(
     "call",
     [UpdateCommand("update", "u1", body()), UpdateCommand("complete", "u1"), UpdateCommand("new_run", "u1")],

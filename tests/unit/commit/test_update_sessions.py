@@ -193,7 +193,10 @@ def test_a_pushed_update_is_aborted_unless_every_worker_listens(why: WorkerReply
     for admitted in (True, False):  # a closed worker is in the group too
         driver = Driver(prepare(transport=PUSH, policy=policy), prepare=replies)
         driver.reports = [report("a", admitted=admitted), report("b"), report("c")]
-        assert len(driver.error(UpdateAborted).facts["workers"]) == 3
+        error = driver.error(UpdateAborted)
+        assert len(error.facts["workers"]) == 3
+        assert "a push needs every worker" in error.facts["fix"]
+        assert "exclude" not in error.facts["fix"]
         assert driver.phases == ABORTED
 
 

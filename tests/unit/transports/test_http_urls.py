@@ -86,6 +86,7 @@ def test_a_wrong_prefix_of_urls_is_refused(prefix: str) -> None:
         ({"urls": {"../x": "https://a.example/weights/x"}}, "transport.urls"),
         ({"urls": {"x": None}}, "transport.urls"),
         ({"urls": {"x": "https://b.example/x"}}, "transport.urls"),
+        ({"urls": {f"{n}.x": "https://a.example/weights/" + "x" * 1924 for n in range(260)}}, "transport.urls"),
         ({"url": "https://a.example/weights", "headers": []}, "transport.headers"),
         ({"url": "https://a.example/weights", "headers": {"Host": "x"}}, "transport.headers"),
         ({"url": "https://a.example/weights", "headers": {"range": "x"}}, "transport.headers"),
