@@ -93,7 +93,15 @@ class Worker:
         self._counted: PreparedReply | None = None
         self._on_end = on_end
         self._watch = EngineWatch(engine_hang_s)
-        peers = Peers(bus, subjects, adapter, info.transports, member_info["host"], self._loaded_adapters)
+        peers = Peers(
+            bus,
+            subjects,
+            adapter,
+            info.transports,
+            member_info["host"],
+            self.state.incarnation,
+            self._loaded_adapters,
+        )
         model = Transport.model_validate(directory_transport(member_info["model_path"]))
         self.updates = WeightUpdates(adapter, info, engine, self._staged_changed, peers.offer)
         self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses, self.core.numerics)

@@ -33,12 +33,15 @@ MAX_REPLY_BYTES = 64 << 20
 EVENTS_SILENT_S = 60.0
 """A frontend sends a comment each 15 s, so a stream that is silent for longer is lost."""
 
+PROXY_STATUSES = (502, 503, 504)
+"""With a page of its own, a proxy answers so while no frontend answers it."""
+
 _BY_STATUS: dict[int, type[PlaneError]] = {
     400: InvalidRequest,
     401: Unauthorized,
     403: PermissionDenied,
     404: NotFound,
-    503: Unavailable,
+    **dict.fromkeys(PROXY_STATUSES, Unavailable),
 }
 
 

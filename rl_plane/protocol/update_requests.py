@@ -700,9 +700,10 @@ class UpdateWeights(_Update):
 
     @property
     def relayed(self) -> bool:
-        """Reports whether workers fetch the update from one another: the policy asks for it, and it is staged, not
-        small, and of one source. A trainer whose ranks each send a share has as many links as ranks."""
-        of_base = self.target.kind == "base" and self.encoding != "delta" and self.policy.staging == "host"
+        """Reports whether workers fetch the update from one another: the policy asks for it, and it is staged, whole,
+        and of one source. Tensors that are applied to the kept copy have no place from which a worker could serve
+        them. A trainer whose ranks each send a share has as many links as ranks."""
+        of_base = self.target.kind == "base" and self.encoding == "full" and self.policy.staging == "host"
         if not self.policy.relay or not of_base or self.transport is None:
             return False
         return self.transport.traits.relayed and "shares" not in (self.transport.model_extra or {})

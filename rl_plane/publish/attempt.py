@@ -12,12 +12,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rl_plane.errors import (
+    BusUnreachable,
     Conflict,
     DeadlineExceeded,
+    FrontendEnding,
     InvalidRequest,
     Locked,
     MembershipChanged,
     NotAtBase,
+    OutcomeUnknown,
     PlaneError,
     StaleFence,
     Unavailable,
@@ -35,8 +38,8 @@ from rl_plane.weights.manifest import Manifest
 log = logging.getLogger("rl_plane.publish")
 
 ATTEMPTS = 3
-"""The number of times that an op is called, with the same id, if its answer was lost, the fleet was locked, or it lost
-its lock."""
+"""The number of times that an op is called, with the same id, if its answer is a temporary error, or it lost its
+lock."""
 JOINS = 1
 """The number of times that a version is sent again because a worker has joined that can't fetch what was pushed."""
 
@@ -93,6 +96,8 @@ class Attempt:
         self._update: Future[dict[str, Any]] | None = None
         self._prepared = ""
         """The id of the update for which a PushingSender's receivers listen."""
+        self._update_id = ""
+        """The id under which the fleet has the update in its history."""
         self._body: dict[str, Any] = {}
         self._manifest: Manifest | None = None
         self._digests: dict[str, str] = {}
@@ -188,7 +193,7 @@ class Attempt:
                     raise
                 log.info("%s is opened once more: %s", self._publication.version, error)
             if self._prepared:
-                self._withdraw()  # its answer may have been lost
+                self._plan.withdraw(self._prepared)  # its answer may have been lost
                 self._prepared = ""
             if self._sender is not None:
                 self._sender.close()
@@ -213,7 +218,12 @@ class Attempt:
         packed = sender.pack(taken.specs, bucket_bytes)
         manifest = self._manifest = Manifest(packed, taken.adapter_config)
         sender.device = taken.device
-        self._body["transport"] = self._retry_while_locked(lambda: sender.open(manifest))
+
+        def opened() -> dict[str, Any]:
+            plan.withdraw_left()  # an update that still waits keeps every other one out
+            return sender.open(manifest)
+
+        self._body["transport"] = self._retry_while_locked(opened)
         if isinstance(sender, PushingSender):
             self._swap_if_loaded()
             self._prepared = uuid.uuid4().hex
@@ -240,9 +250,14 @@ class Attempt:
             try:
                 return act()
             except Locked:
-                if time.monotonic() > until:
+                if time.monotonic() > until or self._wants_only_the_reason:
                     raise
             time.sleep(self._plan.options.limits.again_s)
+
+    @property
+    def _wants_only_the_reason(self) -> bool:
+        """True if the sending has failed, so that the fleet's answer is wanted only for its reason."""
+        return self._error is not None and not self._prepared
 
     @property
     def interrupted(self) -> bool:
@@ -340,7 +355,7 @@ class Attempt:
             if self.committed:
                 self._keep()  # few workers serve the version so far: the others will fetch it
             elif self._prepared:
-                self._withdraw()
+                self._plan.withdraw(self._prepared)
             raise
         finally:
             if self._sender is not None:
@@ -355,26 +370,14 @@ class Attempt:
         except Exception:
             log.exception("the sender of %s does not close", self._publication.version)
 
-    def _withdraw(self) -> None:
-        """Aborts the prepared update, so that no worker waits for it. If it was committed after all, the fleet says
-        so."""
-        try:
-            self._fleet.run("abort_weights_update", {"update_id": self._prepared})
-        except PlaneError as error:
-            log.info("%s: %s", self._publication.version, error)
-
     def _was_committed(self) -> bool:
-        """True if the fleet has committed the version although the update has failed."""
-        digest = self._body.get("digest")
-        if digest is None:
-            return False
+        """True if the fleet has committed the update although its call has failed."""
         try:
-            state = self._fleet.run("state", {})
+            updates = self._fleet.run("updates", {})["updates"]
         except Exception as error:  # not only PlaneError: the client's loop or connection may have ended
             log.info("%s: %s", self._publication.version, error)
             return False
-        versions = [state["version"], *state["adapters"].values()]
-        return any(version is not None and version["digest"] == digest for version in versions)
+        return any(one["update_id"] == self._update_id and one["outcome"] == "committed" for one in updates)
 
     def _keep(self) -> None:
         """Lets the sender keep the committed version. An error here is no failure of the publication."""
@@ -441,10 +444,11 @@ class Attempt:
         update: Future[dict[str, Any]] = Future()
         sender = self._sender
         assert sender is not None
+        self._update_id = self._prepared or uuid.uuid4().hex
 
         def work() -> None:
             try:
-                update.set_result(self._run_update())
+                update.set_result(self._retry_while_locked(self._run_update))
             except BaseException as error:
                 try:
                     self.committed = isinstance(error, (Conflict, Unavailable)) and self._was_committed()
@@ -457,6 +461,7 @@ class Attempt:
         return update
 
     def _run_update(self) -> dict[str, Any]:
+        """The update's reply. OutcomeUnknown: no answer has come, so the version may be committed."""
         if self._prepared:
             assert self._manifest is not None
             op, request_id = "complete_weights_update", ""
@@ -465,23 +470,49 @@ class Attempt:
                 body["digest"] = self._body["digest"]
         else:
             self._swap_if_loaded()
-            op, request_id, body = "update_weights", uuid.uuid4().hex, self._body
-        return self._run(op, body, request_id)
+            op, request_id, body = "update_weights", self._update_id, self._body
+        try:
+            return self._run(op, body, request_id)
+        except Unavailable as error:
+            if not _is_no_answer(error) or self._wants_only_the_reason:
+                raise
+            raise OutcomeUnknown(
+                f"{self._publication.version} may be committed: no answer has come to {op}: {error.message}",
+                fix="ask the fleet's weight_version once it answers",
+            ) from error
 
     def _run(self, op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
-        for _ in range(ATTEMPTS - 1):
+        """Runs an op of an update. While no answer comes, it is repeated under the same id for `others_s`."""
+        limits = self._plan.options.limits
+        left, until = ATTEMPTS - 1, 0.0
+        while True:
             try:
                 return self._fleet.run(op, body, request_id)
-            except (Unavailable, StaleFence):
-                if self._error is not None and not self._prepared:
-                    raise  # the sending has failed, and the answer is wanted only as the reason
-                time.sleep(self._plan.options.limits.again_s)
-        return self._fleet.run(op, body, request_id)
+            except Locked:
+                raise  # see `_retry_while_locked`
+            except (Unavailable, StaleFence) as error:
+                if self._wants_only_the_reason:
+                    raise
+                if _is_no_answer(error):
+                    until = until or time.monotonic() + limits.others_s
+                    if time.monotonic() > until:
+                        raise
+                elif left == 0:
+                    raise
+                else:
+                    left -= 1
+            time.sleep(limits.again_s)
+            self._check_not_given_up()
 
     def _swap_if_loaded(self) -> None:
         target = self._body.get("target")
         if target is not None and target["name"] in self._fleet.run("state", {})["adapters"]:
             target["op"] = "swap"
+
+
+def _is_no_answer(error: PlaneError) -> bool:
+    """True if the error does not say how the call has ended: no frontend or no NATS server answers, or it is ending."""
+    return type(error) is Unavailable or isinstance(error, (BusUnreachable, FrontendEnding, OutcomeUnknown))
 
 
 def _transport_call(act: Callable[[], T]) -> T:

@@ -28,7 +28,8 @@ class PublishLimits:
     """Seconds that `close` and the next `publish` wait for the version under way, beside the update's own time-outs: a
     large model over a slow network."""
     others_s: float = 30.0
-    """Seconds to wait while another trainer's update is prepared or under way."""
+    """Seconds to wait while another trainer's update is prepared or under way, or while no answer comes to an op of an
+    update, as when the frontend restarts."""
     again_s: float = 1.0
     """Seconds between two calls of an op whose answer was lost, or that another trainer's update has refused."""
     openings: int = 8

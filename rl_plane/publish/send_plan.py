@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_plane.errors import PlaneError
+from rl_plane.errors import DeadlineExceeded, PlaneError, Unavailable
 from rl_plane.publish.fleet_access import BlockingFleet
 from rl_plane.publish.publish_options import PublishOptions
 from rl_plane.transports.base import Sender, SenderContext, members
 from rl_plane.transports.registry import candidates, installed, is_passed_over, none_can_be_made
+
+log = logging.getLogger("rl_plane.publish")
 
 SenderFactory = Callable[[str, SenderContext], Sender]
 """Makes the sender of the transport with this name."""
@@ -31,6 +34,8 @@ class SendPlan:
         """All workers were on this machine when the sender was made."""
         self._replaced: Sender | None = None
         """The sender before. Workers heal from it until a version by the new one is committed."""
+        self._to_withdraw = ""
+        """The id of a prepared update that the fleet could not be asked to abort."""
 
     @property
     def changes_sender(self) -> bool:
@@ -127,6 +132,24 @@ class SendPlan:
             self.slow = _is_slow(sender, colocated)
             return sender
         raise none_can_be_made(refused)
+
+    def withdraw(self, update_id: str) -> None:
+        """Aborts a prepared update, so that no worker waits for it. If no answer comes, `withdraw_left` repeats it."""
+        self._to_withdraw = update_id
+        self.withdraw_left()
+
+    def withdraw_left(self) -> None:
+        """Aborts the prepared update that `withdraw` could not abort, if there is one."""
+        if not self._to_withdraw:
+            return
+        try:
+            self.fleet.run("abort_weights_update", {"update_id": self._to_withdraw})
+        except (Unavailable, DeadlineExceeded) as error:
+            log.info("%s is not aborted yet: %s", self._to_withdraw, error)
+            return
+        except PlaneError as error:  # it has ended. If it was committed after all, the fleet says so
+            log.info("%s: %s", self._to_withdraw, error)
+        self._to_withdraw = ""
 
     def committed(self) -> None:
         """Ends the sender before: from here on no worker heals from it."""

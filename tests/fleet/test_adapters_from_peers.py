@@ -93,6 +93,7 @@ async def test_adapters_whose_trainers_are_gone_come_from_another_worker(
             await offers(plane, client, key, *digests)
         ports = {places[0]["transport"]["port"]: key for key, places in (await all_offers(client)).items()}
         workers = {one.instance_id: one for one in plane.spawned}
+        await client.close()  # it would remove the stopped workers from the members
         for key in old:
             workers[key].stop()
         late = plane.spawn(ready=False, model=plane.model(0))
@@ -107,6 +108,7 @@ async def test_adapters_whose_trainers_are_gone_come_from_another_worker(
         workers[killed].kill()
         (left,) = {*old} - {killed}
         workers[left].go_on()
+        client = await plane.client()
         healed = (await asyncio.to_thread(late.wait_ready, HEAL_S)).instance_id
         await holds(plane, client, healed, "initial", both)
 

@@ -71,6 +71,18 @@ async def test_workers_apply_deltas_and_later_workers_fetch_the_chain(plane: Pla
     assert record.source.deltas == 0
 
 
+async def test_unchanged_weights_leave_every_worker_a_copy(plane: Plane) -> None:
+    one, two = plane.model(1), plane.model(2)
+    client = await plane.client()
+    plane.spawn_many(2)
+    for label in ("first", "again"):
+        await client.run("update_weights", update_of(one, label, keep_staged=True))
+        assert await kept(client) == {model_digest(one)}
+    reply = await client.run("update_weights", by_delta(plane, one, two, "changed"))
+    assert reply["excluded"] == []
+    assert await kept(client) == {model_digest(two)}
+
+
 async def test_versions_of_both_algorithms_follow_one_another(plane: Plane) -> None:
     """A delta may change a version of one algorithm into one of the other. So may a roll-back, and healing."""
     models = [plane.model(seed) for seed in range(5)]

@@ -139,7 +139,7 @@ class Receiver:
         """The copy of the served version in host memory, which an update leaves here if it has `keep_staged` or is no
         full version.
 
-        None when other base weights are received, and until `take` uses them."""
+        None when other base weights are received, and until `take` uses them. Equal weights take its place at once."""
         return self._kept
 
     @kept.setter
@@ -272,7 +272,7 @@ class Receiver:
         elif request.base is not None:
             digest = self._receive_changes(staging, request, request.base, delivery, cancelled)
         else:
-            self._drop_copy()  # memory has room for one copy
+            before = self._drop_copy()  # memory has room for one copy
             if request.in_place:
                 digest = overwrite(self.holder, delivery, **how)
             else:
@@ -282,6 +282,8 @@ class Receiver:
                 kept = as_kept(digest, area, self.holder.tied_tensors(), digests) if request.keeps_copy else None
                 if kept is not None:
                     self._to_keep[staging] = kept
+                    if digest == before:  # the worker may serve this version, and then discards what is staged
+                        self.kept = kept
         self._partwise.pop(staging, None)
         size = _nbytes(delivery)  # a partwise delivery knows it only now
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
@@ -392,10 +394,13 @@ class Receiver:
             specs = {name: _widest(spec) for name, spec in specs.items()}
         return self._pool.make(specs)
 
-    def _drop_copy(self) -> None:
+    def _drop_copy(self) -> str | None:
+        """Drops the kept copy. Returns its digest."""
         kept, self.kept = self._kept, None
-        if kept is not None:
-            self._pool.give_back(kept.area)
+        if kept is None:
+            return None
+        self._pool.give_back(kept.area)
+        return kept.digest
 
     def _spare_bytes(self) -> int:
         """The memory that base weights take over from earlier ones."""

@@ -17,7 +17,8 @@ from pydantic import BaseModel
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.entries import decoded
 from rl_plane.errors import Conflict, PlaneError
-from rl_plane.protocol.subjects import Subjects
+from rl_plane.membership.core import Member
+from rl_plane.protocol.subjects import MEMBER_PREFIX, Subjects
 from rl_plane.protocol.update_requests import Transport
 from worker.engines.base import EngineAdapter
 
@@ -42,6 +43,8 @@ class _WorkerOffer(BaseModel):
     places: list[_OfferedWeights]
     host: str = ""
     """The machine of the worker."""
+    incarnation: str = ""
+    """The worker's incarnation. A later one has none of these copies."""
 
 
 @dataclass(eq=False)
@@ -54,6 +57,8 @@ class Peers:
     _transports: Collection[str]
     _host: str
     """The name of this machine."""
+    _incarnation: str
+    """This worker's incarnation."""
     _loaded: Callable[[], Collection[str]]
     """Returns the digests of the adapters that the engine has loaded."""
     _offered: list[dict[str, Any]] = field(default_factory=list, init=False)
@@ -74,7 +79,7 @@ class Peers:
         try:
             places = await asyncio.to_thread(self._adapter.offer, list(self._loaded()))
             if places != self._offered:
-                offer = {"places": places, "host": self._host}
+                offer = {"places": places, "host": self._host, "incarnation": self._incarnation}
                 await self._bus.ensure_bucket(self._subjects.offers)
                 await self._bus.put(self._subjects.offers, self._bus.name, json.dumps(offer).encode())
                 self._offered = places
@@ -92,13 +97,19 @@ class Peers:
             return False
         entries = await self._bus.list_keys(self._subjects.offers, ">")
         found: dict[str, Transport] = {}
-        hosts: dict[str, str] = {}
+        offers: dict[str, _WorkerOffer] = {}
         for entry in entries:
             offer = decoded(entry, _WorkerOffer.model_validate_json) if entry.key != self._bus.name else None
             for place in offer.places if offer is not None else ():
                 if offer is not None and place.digest == digest and place.transport.backend in self._transports:
-                    found[entry.key], hosts[entry.key] = place.transport, offer.host
-        for key in nearest(self._bus.name, self._host, hosts)[:TRIED]:
+                    found[entry.key], offers[entry.key] = place.transport, offer
+        tried = 0
+        for key in nearest(self._bus.name, self._host, {key: offer.host for key, offer in offers.items()}):
+            if tried == TRIED:
+                break
+            if not await self._lives(key, offers[key].incarnation):
+                continue  # an offer outlives its worker
+            tried += 1
             try:
                 await take(found[key].model_dump(exclude_unset=True))
             except Conflict:
@@ -108,6 +119,12 @@ class Peers:
             else:
                 return True
         return False
+
+    async def _lives(self, key: str, incarnation: str) -> bool:
+        """True if this incarnation of the worker `key` is a member."""
+        entry = await self._bus.get(self._subjects.members, MEMBER_PREFIX + key)
+        member = Member.from_entry(entry) if entry is not None else None
+        return member is not None and member.incarnation == incarnation
 
 
 def nearest(own: str, host: str, offers: Mapping[str, str]) -> list[str]:

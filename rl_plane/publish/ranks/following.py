@@ -137,7 +137,7 @@ class Following:
                 BEGIN,
                 {"specs": agreed_specs(self._taken, self._follower.options.digest), "broken": broken},
             )
-            self._obey(until="read")
+            self._obey(until="read", begins_within_s=self._follower.options.limits.ranks_s)
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):  # Ctrl-C on this rank: the others must not wait for it
@@ -188,10 +188,10 @@ class Following:
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or self._publication.given_up or error
 
-    def _obey(self, until: str) -> None:
+    def _obey(self, until: str, begins_within_s: float | None = None) -> None:
         link = self._follower.link
         while not self._ended:
-            command = link.next_command(self._version)
+            command = link.next_command(self._version, begins_within_s)
             op, body, call = command["op"], command["body"], command["call"]
             if op == "end":
                 self._take_outcome(body)

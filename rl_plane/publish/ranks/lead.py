@@ -12,7 +12,7 @@ from rl_plane.protocol.versions import TensorSpec, tensors_digest
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.publish_options import PublishOptions
 from rl_plane.publish.ranks.gather_group import GatherGroup
-from rl_plane.publish.ranks.link import BEGIN, LeadLink, wire_of
+from rl_plane.publish.ranks.link import BEGIN, BEGUN, LeadLink, wire_of
 from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
 from rl_plane.publish.ranks.ownership import own_specs, owners_of, shares_of
 from rl_plane.publish.sources.base import Taken
@@ -78,6 +78,7 @@ class Lead:
         self._version = number
         self.owners, self.reading, self._taken, self._used = None, False, taken, None
         self.filled_by, self._into = "read", {}
+        self.tell_all(BEGUN)
         begun = self.link.replies(self._version, BEGIN)
         self._check_agreed(taken, begun)
         if self._group is None or self._group.broken or any(one["broken"] for one in begun.values()):

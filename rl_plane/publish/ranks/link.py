@@ -44,6 +44,9 @@ SECRET_BYTES = 16
 BEGIN = 0
 """The call of the first message of a version, by which a rank begins it without a command."""
 
+BEGUN = "begun"
+"""The first command of a version, which no rank answers: rank 0 has come to publish it."""
+
 INTERRUPTS = ("close", "abort")
 """Commands that a rank obeys at once, in the middle of another one."""
 
@@ -52,6 +55,7 @@ REACHABLE = (
     "ADDRESS} if the transport has this option"
 )
 """The fix if the other ranks can't reach rank 0, or if rank 0 finds no address to tell them."""
+EQUALLY_OFTEN = "call publish equally often on every rank, and start the trainer again"
 RESTART = "look at that rank's own log; start the trainer again if the rank is gone"
 
 
@@ -335,6 +339,8 @@ class FollowingRankLink:
         self.interrupt: Callable[[dict[str, Any]], None] = lambda message: None
         """Obeys a command of INTERRUPTS, on the reading thread."""
         self._commands: deque[dict[str, Any]] = deque()
+        self._begun = 0
+        """The last version of which rank 0 has sent a command."""
         self._changed = threading.Condition()
         try:
             connection = socket.create_connection(address, HELLO_S)
@@ -365,21 +371,41 @@ class FollowingRankLink:
         else:
             self._line.send({**message, "error": wire_of(error), "broken": broken})
 
-    def next_command(self, version: int) -> dict[str, Any]:
+    def next_command(self, version: int, begins_within_s: float | None = None) -> dict[str, Any]:
         """Waits for rank 0's next command for this version. Commands for earlier versions are dropped.
 
-        Raises Unavailable or DeadlineExceeded if rank 0 has died or hangs.
+        Args:
+            version: the number of the version that this rank publishes.
+            begins_within_s: seconds in which rank 0 must come to publish it. None: rank 0 has come, or its coming is
+                bounded otherwise.
+
+        Raises:
+            Unavailable: rank 0 has died, or has gone on to a later version.
+            DeadlineExceeded: rank 0 hangs, or does not come to publish.
         """
+        asked = time.monotonic()
         while True:
             with self._changed:
-                while self._commands:
+                while self._commands and self._commands[0]["version"] <= version:
                     command = self._commands.popleft()
-                    if command["version"] == version and command["op"] not in INTERRUPTS:
+                    self._begun = command["version"]
+                    if self._begun == version and command["op"] not in (BEGUN, *INTERRUPTS):
                         return command
+                if self._commands:
+                    raise Unavailable(
+                        f"rank 0 of the trainer publishes its version {self._commands[0]['version']}, and rank "
+                        f"{self.rank} its version {version}",
+                        fix=EQUALLY_OFTEN,
+                    )
                 self._changed.wait(LOOK_S)
                 if self._commands:
                     continue
             self.check()
+            late = begins_within_s is not None and time.monotonic() - asked > begins_within_s
+            if late and self._begun != version:
+                raise DeadlineExceeded(
+                    f"rank 0 of the trainer has not come to publish within {begins_within_s:g} s", fix=RESTART
+                )
 
     def check(self) -> None:
         """Raises if rank 0 has died, or if its process hangs."""

@@ -28,6 +28,10 @@ class ReadSource:
     metadata: bytes
     reach: Any
 
+    def channel(self, agent: Any) -> Channel:
+        """Opens the way to its memory. Raises nixl's error if its metadata can't be used."""
+        return Channel(agent, self)
+
 
 class Channel:
     """Reads from one source. Keep it as long as a read is under way."""

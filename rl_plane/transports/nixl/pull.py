@@ -10,7 +10,7 @@ import queue
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -73,13 +73,15 @@ class Pull(PackedDelivery):
         source: ReadSource,
         refetchable: bool,
         connection: socket.socket,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pieces`: where each bucket lies at the source."""
+        """`pieces`: where each bucket lies at the source. `clock`: seconds, for the bounds of its reads."""
         super().__init__(manifest, self._received(), refetchable=refetchable, close=self._end)
         self._context = context
         self._pieces = pieces
         self._source = source
         self._connection = connection
+        self._clock = clock
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="nixl pull")
         self._puller: Puller | None = None
         self._channel: Channel | None = None
@@ -149,7 +151,7 @@ class Pull(PackedDelivery):
     def _begin(self) -> None:
         self._puller = self._context.take(self._connection.getsockname()[0])
         try:
-            self._channel = Channel(self._puller.agent, self._source)
+            self._channel = self._source.channel(self._puller.agent)
         except Exception as error:  # nixl's errors have no common base
             self._look()
             raise refuse(f"its metadata can't be used: {error}") from error
@@ -214,14 +216,17 @@ class Pull(PackedDelivery):
         """Starts a read from the source. `moves`: from where it reads, each with the address here."""
         assert self._channel is not None
         nbytes = sum(place[1] for _, place in moves)
-        return _StartedRead(self._channel.begin(moves, self._puller), nbytes, time.monotonic() + READ_S)
+        return _StartedRead(self._channel.begin(moves, self._puller), nbytes, self._clock() + READ_S)
 
     def _await(self, flight: _StartedRead) -> None:
+        assert self._channel is not None
+        if self._channel.by_tcp:  # its bytes come after those of the reads before
+            flight.until = self._clock() + READ_S
         while (state := flight.read.look()) == "PROC":
             self._look()
             if flight.read.arrived > flight.arrived:
-                flight.arrived, flight.until = flight.read.arrived, time.monotonic() + READ_S
-            if time.monotonic() > flight.until:
+                flight.arrived, flight.until = flight.read.arrived, self._clock() + READ_S
+            if self._clock() > flight.until:
                 raise DeadlineExceeded(f"{flight.nbytes} bytes did not come in {READ_S:g} s", fix=PUBLISH)
             time.sleep(POLL_S)
         if state != "DONE":

@@ -9,11 +9,14 @@ import pytest
 from rl_plane.commit.history import SOURCES_OF_A_WORKER, WORKERS_WITH_SOURCES, UpdateEntry, short_sources
 from rl_plane.commit.steps import Answered, SendOp
 from rl_plane.errors import DeadlineExceeded
+from rl_plane.protocol.record import DecisionRecord, VersionSource
 from rl_plane.protocol.relay import RelayPlan, SourceUse, largest, summed
 from rl_plane.protocol.update_requests import ReceiveRequest
-from tests.support.update_machine import MEMBERS, Driver, bad, ok, update
+from rl_plane.protocol.versions import WeightVersion
+from tests.support.update_machine import MEMBERS, NEW, Driver, bad, ok, update
 
 NIXL = {"backend": "nixl", "host": "10.0.0.9", "port": 5000, "secret": "s"}
+OLD = WeightVersion("run-1", 0, "initial", "blake3:" + "0" * 64)
 
 
 def sent(driver: Driver, op: str) -> list[SendOp]:
@@ -90,11 +93,13 @@ def test_the_bytes_of_each_source_are_summed_over_the_hosts_of_an_engine() -> No
         {"transport": {"backend": "filesystem", "path": "/w"}},
         {"transport": NIXL, "policy": {"staging": "none"}},
         {"transport": NIXL, "target": {"kind": "lora", "op": "load", "name": "a"}},
+        {"transport": NIXL, "encoding": "delta", "base": OLD.digest, "digest": NEW},
+        {"transport": NIXL, "encoding": "partial", "base": OLD.digest, "digest": NEW},
     ],
 )
 def test_other_updates_have_no_plan(body: dict[str, Any]) -> None:
-    driver = Driver(update(**body))
-    driver.run()
+    driver = Driver(update(**body), DecisionRecord(OLD, VersionSource(None), "", OLD))
+    driver.outcome()
     assert sent(driver, "open_relay") == []
     assert all(not one.each for one in sent(driver, "prepare_update"))
 

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 
 from rl_plane._util.framing import send_frame
+from rl_plane.errors import DeadlineExceeded, Unavailable
 from rl_plane.publish.publish_options import PUBLISH_LIMITS
-from rl_plane.publish.ranks.link import FollowingRankLink, LeadLink, proof_of
+from rl_plane.publish.ranks.link import BEGUN, FollowingRankLink, LeadLink, proof_of
 
 COMMAND = {"version": 1, "call": 1, "op": "end", "body": {"error": None}}
 BOUND_S = 20.0
+
+
+class Looking(FollowingRankLink):
+    """Calls `on_look` at each look at rank 0, while it waits."""
+
+    on_look: Callable[[], None] = staticmethod(lambda: None)
+
+    def check(self) -> None:
+        super().check()
+        self.on_look()
 
 
 def comes(stack: ExitStack, lead: LeadLink, number: int) -> FollowingRankLink:
@@ -43,6 +55,40 @@ def test_a_rank_that_connects_after_the_outcome_still_learns_it() -> None:
         rank = FollowingRankLink(lead.address, lead.secret, 1, PUBLISH_LIMITS)
         stack.enter_context(closing(rank))
         assert rank.next_command(1) == end
+
+
+def test_a_rank_does_not_wait_for_rank_0_without_end() -> None:
+    """Rank 0 lives, and does not come to `publish`."""
+    with ExitStack() as stack:
+        lead = stack.enter_context(closing(LeadLink("127.0.0.1", 2, PUBLISH_LIMITS)))
+        rank = comes(stack, lead, 1)
+        with pytest.raises(DeadlineExceeded, match="rank 0 of the trainer has not come to publish"):
+            rank.next_command(2, begins_within_s=0.0)
+
+
+def test_a_rank_waits_for_its_command_once_rank_0_has_come() -> None:
+    """Rank 0 may still wait for other ranks, or for workers. Its own bounds hold."""
+    with ExitStack() as stack:
+        lead = stack.enter_context(closing(LeadLink("127.0.0.1", 2, PUBLISH_LIMITS)))
+        rank = Looking(lead.address, lead.secret, 1, PUBLISH_LIMITS)
+        stack.enter_context(closing(rank))
+        lead.tell(1, {**COMMAND, "op": BEGUN})
+        lead.tell(1, COMMAND)
+        assert rank.next_command(1, begins_within_s=BOUND_S) == COMMAND
+        again = {**COMMAND, "op": "read"}
+        rank.on_look = lambda: lead.tell(1, again)
+        assert rank.next_command(1, begins_within_s=0.0) == again
+
+
+def test_a_rank_that_rank_0_has_left_behind_says_so() -> None:
+    with ExitStack() as stack:
+        lead = stack.enter_context(closing(LeadLink("127.0.0.1", 2, PUBLISH_LIMITS)))
+        rank = comes(stack, lead, 1)
+        later = {**COMMAND, "version": 3, "op": "read"}
+        lead.tell(1, later)
+        with pytest.raises(Unavailable, match="publishes its version 3, and rank 1 its version 2"):
+            rank.next_command(2)
+        assert rank.next_command(3) == later
 
 
 @pytest.mark.parametrize(

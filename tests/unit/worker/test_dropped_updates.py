@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -11,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from rl_plane.errors import Conflict, EngineFailed, UpdateAborted
-from rl_plane.protocol.subjects import Entry, Subjects
+from rl_plane.errors import EngineFailed, UpdateAborted
 from rl_plane.protocol.update_requests import AbortUpdate, PreparedReply, ReceiveRequest, Transport
 from tests.support.receive_requests import named_request
 from worker.reconcile.coordinator_calls import CoordinatorCalls
-from worker.reconcile.peers import Peers
 from worker.reconcile.staged_updates import WeightUpdates
 
 ROAD = {"backend": "road"}
@@ -175,28 +172,3 @@ async def test_a_heal_in_place_ends_when_the_next_update_in_place_comes() -> Non
         engine.complete = True
     with pytest.raises(UpdateAborted, match="while it was received"):
         await healing
-
-
-async def test_a_peer_is_not_blamed_for_an_update_that_is_in_the_way() -> None:
-    asked: list[object] = []
-
-    class Store:
-        name = "w0"
-
-        async def bucket_exists(self, bucket: str) -> bool:
-            return True
-
-        async def list_keys(self, bucket: str, keys: str) -> list[Entry]:
-            offer = json.dumps({"places": [{"digest": "d", "transport": ROAD}]}).encode()
-            return [Entry(f"w{number}", offer, 1) for number in range(1, 4)]
-
-    async def take(transport: object) -> None:
-        asked.append(transport)
-        raise Conflict("waiting for the update u")
-
-    bus: Any = Store()
-    engine: Any = None
-    peers = Peers(bus, Subjects("n", "c"), engine, ["road"], "h", lambda: ())
-    with pytest.raises(Conflict, match="waiting for the update u"):
-        await peers.bring("d", take)
-    assert asked == [ROAD]

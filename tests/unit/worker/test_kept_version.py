@@ -120,6 +120,26 @@ def test_other_base_weights_replace_the_copy(how: str) -> None:
     assert worker.receiver.kept is None
 
 
+@pytest.mark.parametrize("ends", ["discarded", "swapped"])
+def test_equal_base_weights_take_the_place_of_the_copy(ends: str) -> None:
+    """A worker that serves them already discards what is staged."""
+    worker = Worker()
+    digest = worker.road.put("one", weights())
+    worker.road.put("again", weights())
+    worker.stage("one")
+    worker.swap("one")
+    assert worker.stage("again") == digest
+    if ends == "discarded":
+        worker.receiver.discard("again")
+    else:
+        worker.swap("again")
+    assert worker.receiver.kept is not None
+    assert worker.receiver.kept.digest == digest
+    assert {name: bytes(tensor.data) for name, tensor in worker.kept()} == {
+        name: raw(tensor) for name, tensor in weights().items()
+    }
+
+
 def test_the_receiver_keeps_no_copy_with_a_repeated_tied_tensor() -> None:
     worker = Worker({"tied": "b"})
     worker.road.put("one", {**weights(), "tied": weights()["b"]})
