@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +329,7 @@ def test_the_sampler_follows_the_distribution() -> None:
     assert shares(top_k=1) == [1, 0, 0, 0, 0, 0]
     assert shares(top_p=0.5) == [1, 0, 0, 0, 0, 0]  # the first alone has 0.56
     assert shares(top_p=0.7) == pytest.approx(expected(2), abs=0.03)
+    assert shares(top_k=2, top_p=0.7) == [1, 0, 0, 0, 0, 0]  # of the two, the first has 0.73
     assert shares(min_p=0.3) == pytest.approx(expected(2), abs=0.03)  # the second has 0.37 of the first, then 0.22
     assert shares(min_p=0.3, temperature=2.0) == pytest.approx(expected(4, 2.0), abs=0.03)
     assert shares(min_p=1.0) == [1, 0, 0, 0, 0, 0]
@@ -594,3 +597,18 @@ async def test_the_hf_engine_describes_itself(models: Models) -> None:
     too_long = build(EngineOptions(models.tiny, extra={"num_blocks": "2", "max_model_len": "65"}))
     with pytest.raises(InvalidRequest):
         await too_long.start()
+
+
+async def test_a_start_that_continuous_batching_refuses_is_a_fault_of_the_options(
+    start: Start, models: Models, tmp_path: Path
+) -> None:
+    """`rl-plane up --restart` starts a worker again whose engine has died, and not a worker with bad options."""
+    with pytest.raises(InvalidRequest, match="memory") as caught:
+        await start(models.tiny, num_blocks=10**9)
+    assert caught.value.facts["field"] == "engine_arg.num_blocks"
+    linear = shutil.copytree(models.tiny, tmp_path / "linear")
+    config = json.loads((linear / "config.json").read_text())
+    (linear / "config.json").write_text(json.dumps(config | {"layer_types": ["linear_attention"] * 2}))
+    with pytest.raises(Unsupported, match="linear_attention") as refused:
+        await start(linear)
+    assert refused.value.facts["field"] == "model"
