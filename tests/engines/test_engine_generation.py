@@ -25,7 +25,7 @@ from rl_plane.protocol.generation import GATHER_S, GenerateRequest
 from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.protocol.worker_ops import Tokenize
-from tests.support.engine_kinds import BATCH_TOKENS, Kind, OffersMemory
+from tests.support.engine_kinds import BATCH_TOKENS, SGLANG, Kind, OffersMemory
 from tests.support.engine_models import LOGPROBS, Models, is_of, kind, models
 from tests.support.engine_runs import (
     BOUND_S,
@@ -37,6 +37,7 @@ from tests.support.engine_runs import (
     version,
     witnessed,
 )
+from tests.support.lacking_files import without
 from tests.support.reference import logits_of, logprobs_of, penalized, prompt_logprobs
 from tests.support.shared_engine import ENDLESS, engine, info, prompt_of, scratch, shared
 from worker.engines.base import EngineInfo, PauseMode
@@ -559,6 +560,20 @@ async def test_a_start_that_fails_leaves_nothing(kind: Kind, models: Models, scr
     (broken / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
     with pytest.raises(EngineFailed, match="did not start"):
         await kind.build(kind.options(broken)).start()
+    assert kind.children() == before
+
+
+@pytest.mark.parametrize("lacking", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+async def test_a_model_whose_files_lack_a_tensor_does_not_start(
+    kind: Kind, models: Models, scratch: Path, lacking: str
+) -> None:
+    before = kind.children()
+    partial = without({lacking}, models.tiny[1], scratch / "partial")
+    with pytest.raises((EngineFailed, InvalidRequest)) as caught:
+        await kind.build(kind.options(partial)).start()
+    if kind is SGLANG:  # vLLM's own error is in its log
+        assert caught.value.facts["field"] == "model"
+        assert lacking in caught.value.message
     assert kind.children() == before
 
 

@@ -15,6 +15,7 @@ import torch
 
 from rl_plane.errors import EngineFailed, InvalidRequest, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.pooling import Task
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.protocol.worker_ops import Tokenize
 from tests.support.engine_runs import ends_while_tokenized
@@ -38,6 +39,7 @@ from tests.support.hf_runs import (
     version,
     witnessed,
 )
+from tests.support.lacking_files import without
 from tests.support.reference import logits_of, penalized, prompt_logprobs
 from worker.engines.base import EngineInfo, EngineOptions
 from worker.engines.capabilities import CanReleaseMemory, require
@@ -597,6 +599,23 @@ async def test_the_hf_engine_describes_itself(models: Models) -> None:
     too_long = build(EngineOptions(models.tiny, extra={"num_blocks": "2", "max_model_len": "65"}))
     with pytest.raises(InvalidRequest):
         await too_long.start()
+
+
+@pytest.mark.parametrize("task", ["generate", "embed"])
+async def test_a_model_whose_files_lack_a_tensor_does_not_start(
+    models: Models, tmp_path: Path, task: Task
+) -> None:
+    from worker.engines.hf.adapter import build
+
+    for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight"):
+        partial = without({name}, models.tiny, tmp_path / name)
+        with pytest.raises(InvalidRequest, match=name) as caught:
+            await build(EngineOptions(partial, device="cpu", task=task)).start()
+        assert caught.value.facts["field"] == "model"
+    tied = without({"lm_head.weight"}, models.tiny, tmp_path / "tied", tie_word_embeddings=True)
+    engine = build(EngineOptions(tied, device="cpu", task=task))
+    await engine.start()
+    await engine.close()
 
 
 async def test_a_start_that_continuous_batching_refuses_is_a_fault_of_the_options(

@@ -6,17 +6,20 @@ An engine has loaded the model's own directory, so it can load the tensors of th
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.pooling import Task
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.receive.staging import FLOAT_DTYPES
 
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
 """The tensor that an engine leaves out of a checkpoint if the model's config says `tie_word_embeddings`."""
 
 _EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings"}
@@ -87,8 +90,47 @@ def _ties(names: Collection[str]) -> dict[str, str]:
     found = [name for name in names if name.removesuffix(".weight").rpartition(".")[2] in _EMBEDDINGS]
     embedding = min(found, key=lambda name: (name.count("."), name), default="")
     around = list(itertools.accumulate(embedding.split(".")[:-2], lambda outer, inner: f"{outer}.{inner}"))
-    heads = [_HEAD, *(head for part in around if (head := f"{part}.{_HEAD}") in names)]
+    heads = [HEAD, *(head for part in around if (head := f"{part}.{HEAD}") in names)]
     return dict.fromkeys(heads, embedding)
+
+
+def refuse_lacking(names: Collection[str], task: Task) -> None:
+    """Raises InvalidRequest if there are `names`: tensors that a model for this task needs, and its files lack."""
+    if names:
+        others = f" and {len(names) - 1} other tensors" if len(names) > 1 else ""
+        raise InvalidRequest(
+            f"the files of the model lack {min(names)}{others}",
+            field="model",
+            fix=f"give a complete checkpoint of a model for --task {task}",
+        )
+
+
+def lacking_tensors(model: Path) -> list[str]:
+    """The tensors that transformers saves with such a model, and the model's files surely lack.
+
+    Empty if the files have tensors that transformers would not save: these may be the same ones in another form, such
+    as quantised. Empty also if transformers does not have the model's class."""
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved = saved_specs(model).keys()
+    try:
+        config = transformers.AutoConfig.from_pretrained(model, local_files_only=True)
+        with torch.device("meta"):
+            built = getattr(transformers, config.architectures[0])(config)
+        needed = revert_weight_conversion(built, built.state_dict()).keys()
+    except Exception:  # the class may be the engine's own
+        return []
+    ties = built.all_tied_weights_keys
+    ignored = [re.compile(pattern) for pattern in built._keys_to_ignore_on_load_unexpected or ()]
+    others = saved - needed - ties.keys()
+    if any(not any(pattern.search(name) for pattern in ignored) for name in others):
+        return []
+    optional = [re.compile(pattern) for pattern in built._keys_to_ignore_on_load_missing or ()]
+    tied = {*ties, *(to for name, to in ties.items() if name in saved)}
+    lacking = needed - saved - tied
+    return [name for name in lacking if not any(pattern.search(name) for pattern in optional)]
 
 
 def linear_modules(model: Path) -> LinearModules:

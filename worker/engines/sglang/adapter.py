@@ -30,7 +30,13 @@ from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.common.tool_call_parsing import ARGUMENT
 from worker.engines.sglang.args import check_cpu, check_nodes, parse_arguments
-from worker.engines.sglang.limits import RAW_EMBEDDING, check_model, check_pooling, lora_targets_on_cpu
+from worker.engines.sglang.limits import (
+    RAW_EMBEDDING,
+    check_model,
+    check_pooling,
+    check_tensors,
+    lora_targets_on_cpu,
+)
 from worker.engines.sglang.lora_references import lora_reference
 from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.scorer import NO_PIPELINE
@@ -159,6 +165,7 @@ class SglangEngine(RankEngine[SglangProcess]):
     def _check_model(self) -> None:
         """Checks the model's files before SGLang loads them, since SGLang's own errors say less."""
         open_checkpoint(self._options.model, field="model").close()
+        check_tensors(self._options.model, self._options.task)
 
     def _describe(self) -> EngineInfo:
         import sglang
