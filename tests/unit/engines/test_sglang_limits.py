@@ -15,15 +15,10 @@ from rl_plane.errors import InvalidRequest, Unsupported
 from tests.support.lacking_files import without
 from tests.support.moe import make_qwen_moe
 from worker.engines.base import EngineOptions
+from worker.engines.common.checkpoint_spec import check_tensors
 from worker.engines.sglang.adapter import build
 from worker.engines.sglang.args import check_nodes
-from worker.engines.sglang.limits import (
-    ATTENTION,
-    check_model,
-    check_tensors,
-    check_updates,
-    lora_targets_on_cpu,
-)
+from worker.engines.sglang.limits import ATTENTION, check_model, check_updates, lora_targets_on_cpu
 from worker.testing.tiny_model import make_tiny_model
 
 

@@ -19,7 +19,7 @@ from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.receive.staging import FLOAT_DTYPES
 
-HEAD = "lm_head.weight"
+_HEAD = "lm_head.weight"
 """The tensor that an engine leaves out of a checkpoint if the model's config says `tie_word_embeddings`."""
 
 _EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings"}
@@ -90,7 +90,7 @@ def _ties(names: Collection[str]) -> dict[str, str]:
     found = [name for name in names if name.removesuffix(".weight").rpartition(".")[2] in _EMBEDDINGS]
     embedding = min(found, key=lambda name: (name.count("."), name), default="")
     around = list(itertools.accumulate(embedding.split(".")[:-2], lambda outer, inner: f"{outer}.{inner}"))
-    heads = [HEAD, *(head for part in around if (head := f"{part}.{HEAD}") in names)]
+    heads = [_HEAD, *(head for part in around if (head := f"{part}.{_HEAD}") in names)]
     return dict.fromkeys(heads, embedding)
 
 
@@ -105,7 +105,13 @@ def refuse_lacking(names: Collection[str], task: Task) -> None:
         )
 
 
-def lacking_tensors(model: Path) -> list[str]:
+def check_tensors(model: Path, task: Task) -> None:
+    """Raises InvalidRequest if the model's files surely lack tensors: vLLM and SGLang would compute with memory that
+    nothing has filled. An embedding model needs no head for tokens."""
+    refuse_lacking([name for name in _lacking_tensors(model) if task != "embed" or name != _HEAD], task)
+
+
+def _lacking_tensors(model: Path) -> list[str]:
     """The tensors that transformers saves with such a model, and the model's files surely lack.
 
     Empty if the files have tensors that transformers would not save: these may be the same ones in another form, such

@@ -21,6 +21,7 @@ from rl_plane.protocol.worker_ops import ParsedCall
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
+from worker.engines.common.checkpoint_spec import check_tensors
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.rank_engine import RankEngine
@@ -30,13 +31,7 @@ from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, most_tops, no_cut_rows
 from worker.engines.common.tool_call_parsing import ARGUMENT
 from worker.engines.sglang.args import check_cpu, check_nodes, parse_arguments
-from worker.engines.sglang.limits import (
-    RAW_EMBEDDING,
-    check_model,
-    check_pooling,
-    check_tensors,
-    lora_targets_on_cpu,
-)
+from worker.engines.sglang.limits import RAW_EMBEDDING, check_model, check_pooling, lora_targets_on_cpu
 from worker.engines.sglang.lora_references import lora_reference
 from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.scorer import NO_PIPELINE

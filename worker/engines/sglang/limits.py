@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, Unsupported
-from rl_plane.protocol.pooling import Task
-from worker.engines.common.checkpoint_spec import HEAD, lacking_tensors, refuse_lacking, saved_specs
+from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.pooling_head import PoolingHead
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -50,13 +49,6 @@ def check_pooling(model: Path, head: PoolingHead) -> None:
             field="model",
             fix="serve this model with hf or vllm",
         )
-
-
-def check_tensors(model: Path, task: Task) -> None:
-    """Raises InvalidRequest if the model's files lack tensors: SGLang would compute with memory that nothing has
-    filled. An embedding model needs no head for tokens."""
-    lacking = lacking_tensors(model)
-    refuse_lacking([name for name in lacking if task != "embed" or name != HEAD], task)
 
 
 def lora_targets_on_cpu(model: Path, asked: list[str] | None) -> list[str]:
