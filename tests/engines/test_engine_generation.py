@@ -37,6 +37,7 @@ from tests.support.engine_runs import (
     version,
     witnessed,
 )
+from tests.support.lacking_files import without
 from tests.support.reference import logits_of, logprobs_of, penalized, prompt_logprobs
 from tests.support.shared_engine import ENDLESS, engine, info, prompt_of, scratch, shared
 from worker.engines.base import EngineInfo, PauseMode
@@ -192,8 +193,8 @@ async def test_a_seed_gives_the_same_tokens_whatever_else_runs(engine: OffersMem
     await update(engine, models.tiny[1], 5)
     prompt = prompt_of(1, 9)
 
-    def seeded(seed: int | None) -> Any:
-        return ask(prompt, temperature=1.2, top_p=0.95, seed=seed, max_tokens=30, logprobs=True)
+    def seeded(seed: int | None, top_p: float = 0.95) -> Any:
+        return ask(prompt, temperature=1.2, top_p=top_p, seed=seed, max_tokens=30, logprobs=True)
 
     alone = await run(engine, seeded(11))
     traffic = [Run(engine, ask(prompt_of(n, n + 1), temperature=0.9, seed=n, max_tokens=60)) for n in range(8)]
@@ -205,6 +206,12 @@ async def test_a_seed_gives_the_same_tokens_whatever_else_runs(engine: OffersMem
     assert unseeded.tokens != again.tokens
     for one in traffic:
         await one.end()
+    free = await run(engine, seeded(11, top_p=1.0))
+    for limits in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 5}):
+        beside = Run(engine, ask(prompt_of(2, 5), max_tokens=200, **limits))
+        await beside.reach(2)
+        assert (await run(engine, seeded(11, top_p=1.0))).tokens == free.tokens
+        await beside.end()
     # The logprobs of the chosen tokens, in the raw distribution.
     expected, _ = logprobs_of(models.tiny[1], prompt, alone.tokens)
     assert alone.logprobs == pytest.approx(expected, abs=LOGPROBS)
@@ -372,6 +379,26 @@ async def test_the_likeliest_tokens_are_those_of_a_plain_forward(engine: OffersM
         assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
 
 
+async def test_top_p_is_a_share_of_what_top_k_leaves(engine: OffersMemory) -> None:
+    first = await run(engine, ask([7], max_tokens=1, logprobs=True, top_logprobs=4))
+    (top,) = first.deltas[0].top_logprobs or []
+    shares = dict(zip((token for token, _ in top), (0.4, 0.3, 0.2, 0.1), strict=True))
+    bias = {str(token): 50.0 + math.log(shares[token]) - value for token, value in top}
+
+    async def made(**limits: Any) -> set[int]:
+        requests = [
+            ask([7], max_tokens=1, temperature=1.0, seed=seed, logit_bias=bias, **limits) for seed in range(200)
+        ]
+        results = await asyncio.gather(*(run(engine, request) for request in requests))
+        return {result.tokens[0] for result in results}
+
+    likeliest = list(shares)
+    assert await made(top_k=2, top_p=0.5) == {likeliest[0]}
+    assert await made(top_k=3, top_p=0.5) == set(likeliest[:2])
+    assert await made(top_k=2) == await made(top_p=0.5) == set(likeliest[:2])
+    assert await made() == set(likeliest)
+
+
 async def test_min_p_excludes_unlikely_tokens_or_is_refused(
     kind: Kind, engine: OffersMemory, models: Models
 ) -> None:
@@ -533,6 +560,18 @@ async def test_a_start_that_fails_leaves_nothing(kind: Kind, models: Models, scr
     (broken / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
     with pytest.raises(EngineFailed, match="did not start"):
         await kind.build(kind.options(broken)).start()
+    assert kind.children() == before
+
+
+@pytest.mark.parametrize("lacking", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+async def test_a_model_whose_files_lack_a_tensor_does_not_start(
+    kind: Kind, models: Models, scratch: Path, lacking: str
+) -> None:
+    before = kind.children()
+    partial = without({lacking}, models.tiny[1], scratch / "partial")
+    with pytest.raises(InvalidRequest, match=lacking) as caught:
+        await kind.build(kind.options(partial)).start()
+    assert caught.value.facts["field"] == "model"
     assert kind.children() == before
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 from rl_plane.errors import EngineFailed, InvalidRequest, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.pooling import Task
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.protocol.worker_ops import Tokenize
 from tests.support.engine_runs import ends_while_tokenized
@@ -36,6 +39,7 @@ from tests.support.hf_runs import (
     version,
     witnessed,
 )
+from tests.support.lacking_files import without
 from tests.support.reference import logits_of, penalized, prompt_logprobs
 from worker.engines.base import EngineInfo, EngineOptions
 from worker.engines.capabilities import CanReleaseMemory, require
@@ -327,6 +331,7 @@ def test_the_sampler_follows_the_distribution() -> None:
     assert shares(top_k=1) == [1, 0, 0, 0, 0, 0]
     assert shares(top_p=0.5) == [1, 0, 0, 0, 0, 0]  # the first alone has 0.56
     assert shares(top_p=0.7) == pytest.approx(expected(2), abs=0.03)
+    assert shares(top_k=2, top_p=0.7) == [1, 0, 0, 0, 0, 0]  # of the two, the first has 0.73
     assert shares(min_p=0.3) == pytest.approx(expected(2), abs=0.03)  # the second has 0.37 of the first, then 0.22
     assert shares(min_p=0.3, temperature=2.0) == pytest.approx(expected(4, 2.0), abs=0.03)
     assert shares(min_p=1.0) == [1, 0, 0, 0, 0, 0]
@@ -594,3 +599,35 @@ async def test_the_hf_engine_describes_itself(models: Models) -> None:
     too_long = build(EngineOptions(models.tiny, extra={"num_blocks": "2", "max_model_len": "65"}))
     with pytest.raises(InvalidRequest):
         await too_long.start()
+
+
+@pytest.mark.parametrize("task", ["generate", "embed"])
+async def test_a_model_whose_files_lack_a_tensor_does_not_start(
+    models: Models, tmp_path: Path, task: Task
+) -> None:
+    from worker.engines.hf.adapter import build
+
+    for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight"):
+        partial = without({name}, models.tiny, tmp_path / name)
+        with pytest.raises(InvalidRequest, match=name) as caught:
+            await build(EngineOptions(partial, device="cpu", task=task)).start()
+        assert caught.value.facts["field"] == "model"
+    tied = without({"lm_head.weight"}, models.tiny, tmp_path / "tied", tie_word_embeddings=True)
+    engine = build(EngineOptions(tied, device="cpu", task=task))
+    await engine.start()
+    await engine.close()
+
+
+async def test_a_start_that_continuous_batching_refuses_is_a_fault_of_the_options(
+    start: Start, models: Models, tmp_path: Path
+) -> None:
+    """`rl-plane up --restart` starts a worker again whose engine has died, and not a worker with bad options."""
+    with pytest.raises(InvalidRequest, match="memory") as caught:
+        await start(models.tiny, num_blocks=10**9)
+    assert caught.value.facts["field"] == "engine_arg.num_blocks"
+    linear = shutil.copytree(models.tiny, tmp_path / "linear")
+    config = json.loads((linear / "config.json").read_text())
+    (linear / "config.json").write_text(json.dumps(config | {"layer_types": ["linear_attention"] * 2}))
+    with pytest.raises(Unsupported, match="linear_attention") as refused:
+        await start(linear)
+    assert refused.value.facts["field"] == "model"

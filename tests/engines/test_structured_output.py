@@ -166,6 +166,9 @@ async def test_bad_forms_are_refused_and_leave_the_engine_as_it_was(engine: Offe
         with pytest.raises(InvalidRequest) as caught:
             await run(engine, formed(name, form, [5]))
         assert caught.value.facts["field"] == "structured_output", name
+    with pytest.raises(InvalidRequest) as caught:
+        await run(engine, formed(*bad[0], prompt_of(2, 9), prompt_logprobs=True, prompt_top_logprobs=2))
+    assert caught.value.facts["field"] == "structured_output"
     beside = Run(engine, ask(prompt_of(5, 9), max_tokens=300))
     with pytest.raises(InvalidRequest, match="too many ways") as caught:
         await run(engine, formed("grammar", AMBIGUOUS, [5], max_tokens=1000))

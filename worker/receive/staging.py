@@ -46,7 +46,10 @@ SHOWN_CHARS = 200
 
 
 BASE_FIX = "publish a full checkpoint of the model that this engine runs"
-TIE_FIX = "start the engine with a config whose tie_word_embeddings is false, or tie the trainer's"
+TIE_FIX = (
+    "start the engine from files that have both tensors, with a config whose tie_word_embeddings is false, or tie the "
+    "trainer's"
+)
 OWN_TIE_FIX = (
     "start the engine with a config whose tie_word_embeddings is false, or save the model with its head tied"
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rl_plane.errors import EngineFailed, Unsupported
+from rl_plane.errors import EngineFailed, InvalidRequest, Unsupported
 from rl_plane.protocol.prompt_tops import PromptPlace
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.engine_runs import ask
@@ -23,6 +23,7 @@ from worker.engines.common.spans import Label
 from worker.engines.sglang import adapter
 from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.streams import Experts, Feeder, SglangStream
+from worker.engines.sglang.text_form import REFUSED
 from worker.testing.tiny_model import make_tiny_model
 
 VERSION = WeightVersion("run", 1, "step_1", "digest")
@@ -407,6 +408,23 @@ async def test_one_number_of_likeliest_tokens_serves_prompt_and_reply() -> None:
     assert piece.prompt_tops is not None
     likeliest = [(2, -0.5), (9, -1.0)]
     assert list(piece.prompt_tops.rows()) == [PromptPlace(1, likeliest), PromptPlace(None, likeliest)]
+
+
+async def test_a_form_that_sglang_refuses_is_a_bad_request_whatever_else_it_asks_for() -> None:
+    """The output of a refused request has no logprobs of its prompt."""
+    wanted = ask([1, 2, 3], prompt_logprobs=True, prompt_top_logprobs=2)
+    stream = SglangStream(wanted, [1, 2, 3], frozenset(), Experts(1, 1, 1))
+    refused = {"type": "abort", "status_code": 400, "message": f"{REFUSED}: no"}
+    meta = {
+        "completion_tokens": 1,
+        "finish_reason": refused,
+        "input_token_logprobs": [],
+        "input_top_logprobs": [],
+    }
+    assert stream.take({"output_ids": [0], "meta_info": meta}, "a", Label(None))
+    with pytest.raises(InvalidRequest) as caught:
+        await stream.pieces.next()
+    assert caught.value.facts["field"] == "structured_output"
 
 
 async def test_a_request_that_was_left_or_has_ended_is_not_restarted(feeder: Feeder, manager: Manager) -> None:

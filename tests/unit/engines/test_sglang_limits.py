@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rl_plane.errors import InvalidRequest, Unsupported
+from tests.support.lacking_files import without
+from tests.support.moe import make_qwen_moe
 from worker.engines.base import EngineOptions
+from worker.engines.common.checkpoint_spec import check_tensors
 from worker.engines.sglang.adapter import build
 from worker.engines.sglang.args import check_nodes
 from worker.engines.sglang.limits import ATTENTION, check_model, check_updates, lora_targets_on_cpu
+from worker.testing.tiny_model import make_tiny_model
 
 
 def model_of(directory: Path, **config: Any) -> Path:
@@ -51,6 +56,31 @@ def test_adapters_change_all_of_a_dense_model(tmp_path: Path) -> None:
     dense = model_of(tmp_path, num_experts=None)
     assert lora_targets_on_cpu(dense, None) == ["all"]
     assert lora_targets_on_cpu(dense, ["gate_proj"]) == ["gate_proj"]
+
+
+@pytest.mark.parametrize(
+    "lacking", ["model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.experts.2.up_proj.weight"]
+)
+def test_a_model_whose_files_lack_a_tensor_is_refused(tmp_path: Path, lacking: str) -> None:
+    whole = make_qwen_moe(tmp_path / "whole", seed=1)
+    check_tensors(whole, "generate")
+    partial = without({lacking}, whole, tmp_path / "partial")
+    with pytest.raises(InvalidRequest, match=lacking) as caught:
+        check_tensors(partial, "generate")
+    assert caught.value.facts["field"] == "model"
+
+
+def test_a_model_that_may_be_whole_is_not_refused(tmp_path: Path) -> None:
+    whole = make_tiny_model(tmp_path / "whole", seed=1)
+    head, inner = "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
+    check_tensors(without({head}, whole, tmp_path / "tied", tie_word_embeddings=True), "generate")
+    check_tensors(without({head}, whole, tmp_path / "embeds"), "embed")
+    own = without({inner}, whole, tmp_path / "own", architectures=["OwnForCausalLM"])
+    check_tensors(own, "generate")
+    quantised = without({inner}, whole, tmp_path / "quantised")
+    tensors = load_file(quantised / "model.safetensors") | {f"{inner}_packed": torch.zeros(1)}
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    check_tensors(quantised, "generate")
 
 
 def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,14 @@ import pytest
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import RESERVED, GenerateRequest, Rendering
 from rl_plane.protocol.worker_ops import Tokenize
-from worker.engines.common.tokenizing import Tokenizing, eos_tokens, load_tokenizer, prompt_tokens
+from worker.engines.common.tokenizing import (
+    IncrementalText,
+    Tokenizing,
+    eos_tokens,
+    load_tokenizer,
+    prompt_tokens,
+)
+from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model
 
 
 def test_only_a_token_that_the_model_can_make_ends_a_text(tmp_path: Path) -> None:
@@ -94,8 +102,6 @@ TALK = (
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Any:
-    from worker.testing.tiny_model import make_tiny_model
-
     found = load_tokenizer(make_tiny_model(tmp_path / "model", seed=1))
     found.chat_template = TEMPLATE
     return found
@@ -140,6 +146,64 @@ async def test_a_chat_that_the_template_refuses_is_an_invalid_request(tokenizer:
     with pytest.raises(InvalidRequest, match="no tools here") as caught:
         await Engine(tokenizer).tokenize(Tokenize(messages=MESSAGES, tools=[TOOL]))
     assert caught.value.facts["field"] == "messages"
+
+
+class Counting:
+    """A tokenizer that notes the largest number of tokens that it has decoded at once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.most = 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.most = max(self.most, len(ids))
+        text: str = self._tokenizer.decode(ids, **options)
+        return text
+
+
+def byte_fallback() -> Any:
+    """A tokenizer that writes a run of bytes which is no UTF-8 with a replacement character for each byte."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
+
+
+def told(tokenizer: Any, ids: list[int]) -> tuple[str, int]:
+    """The text of tokens that arrive one by one, and the largest number of them that was decoded at once."""
+    counting = Counting(tokenizer)
+    text = IncrementalText(counting)
+    parts = [text.add([token], last=place == len(ids)) for place, token in enumerate(ids, 1)]
+    return "".join(parts), counting.most
+
+
+def test_a_bounded_number_of_tokens_is_decoded_anew_whatever_they_are(tokenizer: Any) -> None:
+    (broken,) = tokenizer.convert_tokens_to_ids(["ÿ"])  # the byte 0xff
+    crab = tokenizer.encode("🦀", add_special_tokens=False)
+    assert len(crab) == 4
+    apart = [crab[0], *[0] * 200, *crab[1:]]
+    for ids in ([broken] * 200, [broken, *crab * 50], crab[:2] * 100, apart):
+        text, most = told(tokenizer, ids)
+        assert most < 40
+        assert text == tokenizer.decode(ids, skip_special_tokens=True) or ids is apart
+    bytewise = byte_fallback()
+    assert told(bytewise, [255] * 200) == ("\ufffd" * 200, 33)
+    assert told(bytewise, [255, *list("🦀".encode()) * 50])[1] < 40
+
+
+def test_the_text_of_tokens_that_arrive_one_by_one_is_the_text_of_all(tokenizer: Any) -> None:
+    for seed in range(40):
+        pick = random.Random(seed)
+        parts = [
+            [pick.randrange(3, VOCAB_SIZE)] * pick.randint(1, 4)
+            if pick.random() < 0.3
+            else tokenizer.encode(pick.choice(["é", "日本", "🦀", "a the", "\ufffd"]), add_special_tokens=False)
+            for _ in range(60)
+        ]
+        ids = [token for part in parts for token in part[: pick.randint(1, 4)]]
+        assert told(tokenizer, ids)[0] == tokenizer.decode(ids, skip_special_tokens=True), seed
 
 
 def test_no_argument_of_the_tokenizers_own_is_a_templates() -> None:

@@ -6,12 +6,15 @@ An engine has loaded the model's own directory, so it can load the tensors of th
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.pooling import Task
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.receive.staging import FLOAT_DTYPES
@@ -89,6 +92,51 @@ def _ties(names: Collection[str]) -> dict[str, str]:
     around = list(itertools.accumulate(embedding.split(".")[:-2], lambda outer, inner: f"{outer}.{inner}"))
     heads = [_HEAD, *(head for part in around if (head := f"{part}.{_HEAD}") in names)]
     return dict.fromkeys(heads, embedding)
+
+
+def refuse_lacking(names: Collection[str], task: Task) -> None:
+    """Raises InvalidRequest if there are `names`: tensors that a model for this task needs, and its files lack."""
+    if names:
+        others = f" and {len(names) - 1} other tensors" if len(names) > 1 else ""
+        raise InvalidRequest(
+            f"the files of the model lack {min(names)}{others}",
+            field="model",
+            fix=f"give a complete checkpoint of a model for --task {task}",
+        )
+
+
+def check_tensors(model: Path, task: Task) -> None:
+    """Raises InvalidRequest if the model's files surely lack tensors: vLLM and SGLang would compute with memory that
+    nothing has filled. An embedding model needs no head for tokens."""
+    refuse_lacking([name for name in _lacking_tensors(model) if task != "embed" or name != _HEAD], task)
+
+
+def _lacking_tensors(model: Path) -> list[str]:
+    """The tensors that transformers saves with such a model, and the model's files surely lack.
+
+    Empty if the files have tensors that transformers would not save: these may be the same ones in another form, such
+    as quantised. Empty also if transformers does not have the model's class."""
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved = saved_specs(model).keys()
+    try:
+        config = transformers.AutoConfig.from_pretrained(model, local_files_only=True)
+        with torch.device("meta"):
+            built = getattr(transformers, config.architectures[0])(config)
+        needed = revert_weight_conversion(built, built.state_dict()).keys()
+    except Exception:  # the class may be the engine's own
+        return []
+    ties = built.all_tied_weights_keys
+    ignored = [re.compile(pattern) for pattern in built._keys_to_ignore_on_load_unexpected or ()]
+    others = saved - needed - ties.keys()
+    if any(not any(pattern.search(name) for pattern in ignored) for name in others):
+        return []
+    optional = [re.compile(pattern) for pattern in built._keys_to_ignore_on_load_missing or ()]
+    tied = {*ties, *(to for name, to in ties.items() if name in saved)}
+    lacking = needed - saved - tied
+    return [name for name in lacking if not any(pattern.search(name) for pattern in optional)]
 
 
 def linear_modules(model: Path) -> LinearModules:

@@ -161,10 +161,22 @@ class IncrementalText:
                 whole -= 1
         fresh = text[self._sent : whole]
         self._sent = max(self._sent, whole)
-        if whole == len(text) and len(self._ids) > 2 * self._WINDOW:
-            self._ids = self._ids[-self._WINDOW :]
-            self._sent = len(self._decode(self._ids))
+        if len(self._ids) > 2 * self._WINDOW:
+            fresh += self._cut(text)
         return fresh
+
+    def _cut(self, text: str) -> str:
+        """Keeps the last tokens only. `text`: that of all tokens. Returns the characters that can't be held back any
+        longer, mostly none."""
+        held = text[self._sent :]
+        # A window that begins inside of a character has other text. Then it begins up to three bytes sooner.
+        for size in range(self._WINDOW, self._WINDOW + 4):
+            window = self._decode(self._ids[-size:])
+            if len(window) >= len(held) and text.endswith(window):
+                self._ids, self._sent = self._ids[-size:], len(window) - len(held)
+                return ""
+        self._ids, self._sent = self._ids[-size:], len(window)
+        return held
 
 
 def _decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:

@@ -18,7 +18,7 @@ import transformers
 from pydantic import Field
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 
-from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import RAW_LOGPROBS, GenerateRequest
 from rl_plane.protocol.validation import Body
 from rl_plane.protocol.versions import WeightVersion
@@ -89,17 +89,20 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         )
         adapters, experts = self.holder.adapters, self._experts
         assert experts is not None, "made with the model"
-        self._loop = await asyncio.to_thread(
-            GenerationLoop,
-            self._model,
-            adapters,
-            experts,
-            config,
-            asyncio.get_running_loop(),
-            info.logprobs_mode != RAW_LOGPROBS,
-        )
-        self._loop.start()
-        await self.liveness()
+        try:
+            self._loop = await asyncio.to_thread(
+                GenerationLoop,
+                self._model,
+                adapters,
+                experts,
+                config,
+                asyncio.get_running_loop(),
+                info.logprobs_mode != RAW_LOGPROBS,
+            )
+            self._loop.start()
+            await self.liveness()
+        except (EngineDied, ValueError) as error:  # the next start would end the same way
+            raise _refusal(error.__cause__ or error) from error
         return info
 
     def _load(self) -> EngineInfo:
@@ -308,6 +311,21 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             raise
         except Exception as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
+
+
+def _refusal(cause: BaseException) -> PlaneError:
+    """The error of a start that transformers' continuous batching has ended."""
+    if isinstance(cause, MemoryError | torch.OutOfMemoryError):
+        return InvalidRequest(
+            f"the cache does not fit into memory: {cause}",
+            field="engine_arg.num_blocks",
+            fix="lower it, or max_batch_tokens",
+        )
+    return Unsupported(
+        f"transformers' continuous batching does not take this model: {cause}",
+        field="model",
+        fix="serve this model with vllm or sglang",
+    )
 
 
 def _lacks(has_experts: bool) -> dict[str, str]:

@@ -92,12 +92,6 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
         self._model = model = load_model(self._class_of(saved), self._options)
         self._check_head()
         self._weights = weights = ModelWeights(model, saved)
-        if strangers := weights.spec.keys() - saved.keys():
-            raise InvalidRequest(
-                f"the files of the model lack {min(strangers)}",
-                field="model",
-                fix=f"give the checkpoint of a model for --task {self._options.task}",
-            )
         holder = HfBaseHolder(weights, self._forget_weights)
         self.receiver = receiver = Receiver(holder, load_transports(self._options.places, str(model.device)))
         config = model.config.get_text_config()

@@ -22,6 +22,7 @@ from rl_plane.protocol.worker_ops import ParsedCall
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
+from worker.engines.common.checkpoint_spec import check_tensors
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.rank_engine import RankEngine
@@ -160,6 +161,7 @@ class SglangEngine(RankEngine[SglangProcess]):
     def _check_model(self) -> None:
         """Checks the model's files before SGLang loads them, since SGLang's own errors say less."""
         open_checkpoint(self._options.model, field="model").close()
+        check_tensors(self._options.model, self._options.task)
 
     def _describe(self) -> EngineInfo:
         import sglang

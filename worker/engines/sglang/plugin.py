@@ -43,6 +43,7 @@ def register() -> None:
         with_waiting_batches,
     )
     from worker.engines.sglang.text_form import accept_in_time, continue_grammar, with_grammars
+    from worker.engines.sglang.top_k_first import filter_top_k_first, sample_top_k_first
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.__init__", _serve_rank, HookType.AROUND)
@@ -64,7 +65,10 @@ def register() -> None:
     queue = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue"
     HookRegistry.register(f"{queue}.wait_until_ready", delete_name_of_ring, HookType.AROUND)
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _listen_there, HookType.AROUND)
-    HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", sample_with_raw_logprobs, HookType.AROUND)
+    sampler = "sglang.srt.layers.sampler"
+    HookRegistry.register(f"{sampler}.Sampler.forward", sample_with_raw_logprobs, HookType.AROUND)
+    in_torch = f"{sampler}.top_k_top_p_min_p_sampling_from_probs_torch"
+    HookRegistry.register(in_torch, sample_top_k_first, HookType.AROUND)
     grammars = "sglang.srt.constrained.grammar_manager.GrammarManager"
     HookRegistry.register(f"{grammars}.process_req_with_grammar", with_grammars, HookType.AROUND)
     accept = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.accept_token"
@@ -78,7 +82,9 @@ def register() -> None:
 
         batch = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
         HookRegistry.register(batch, hand_over_seeds, HookType.AFTER)
-        HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", sample_by_seed, HookType.AROUND)
+        HookRegistry.register(f"{sampler}.multinomial_with_seed", sample_by_seed, HookType.AROUND)
+    else:
+        HookRegistry.register(f"{sampler}.top_k_top_p_sampling_from_probs", filter_top_k_first, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.get_output_streamer_class", telling, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info", tell, HookType.AROUND

@@ -103,9 +103,13 @@ class SglangStream:
     def take(self, out: dict[str, Any], key: str, label: Label) -> bool:
         """Takes an output of the engine. Returns whether the request has ended. `key`: the engine's name of its
         weights."""
-        meta = out["meta_info"]
+        meta, reason = out["meta_info"], out["meta_info"]["finish_reason"]
         if meta.get(NOTE):
             self.end(EngineFailed(NOT_FINITE))
+            return True
+        if reason is not None and reason["type"] == "abort" and reason.get("status_code") is not None:
+            # Such an output may lack what the request asks for.
+            self.end(_ended_by_engine(str(reason.get("message"))))
             return True
         # The count says what is new: an abort repeats the last token.
         fresh = meta["completion_tokens"] - self._count
@@ -127,11 +131,7 @@ class SglangStream:
             self._runs.append((key, self._count))
         told = [(span["version"], span["end"]) for span in meta.get("weight_versions") or () if span["end"]]
         piece.sure = not told or told == self._runs
-        reason = meta["finish_reason"]
         if reason is not None:
-            if reason["type"] == "abort" and reason.get("status_code") is not None:
-                self.end(_ended_by_engine(str(reason.get("message"))))
-                return True
             piece.finish_reason = _FINISH[reason["type"]]
             piece.routed = self._experts.read(meta.get("routed_experts")) if self.request.routed_experts else None
         stopped = next((at for at, token in enumerate(piece.token_ids) if token in self._stop), None)

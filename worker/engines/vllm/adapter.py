@@ -21,6 +21,7 @@ from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import ParsedCall
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
+from worker.engines.common.checkpoint_spec import check_tensors
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
 from worker.engines.common.rank_engine import RankEngine
@@ -101,6 +102,7 @@ class VllmEngine(RankEngine[VllmProcess]):
 
     async def _start(self) -> EngineInfo:
         self.engine_loop = asyncio.get_running_loop()
+        await asyncio.to_thread(check_tensors, self._options.model, self._options.task)
         await asyncio.to_thread(self._load_tokenizer)
         if (parser := self._options.extra.get(ARGUMENT)) is not None:
             await self._use_parser(parser)
