@@ -60,7 +60,7 @@ def descriptors(pid: int | str = "self") -> list[str]:
 
 
 def more_descriptors(before: list[str]) -> list[str]:
-    """What is open and was not open before. What an earlier test's threads close late is no matter of this one."""
+    """The descriptors that are open and were not open before: an earlier test's threads may close theirs late."""
     return sorted((Counter(descriptors()) - Counter(before)).elements())
 
 
