@@ -95,7 +95,7 @@ def test_a_record_that_does_not_fit_in_a_message_with_the_version_before_is_neve
         return {"backend": "http", "urls": urls}
 
     base = replace(R1_OPEN, source=replace(R1.source, transport=by_urls(1)))
-    fields = {"transport": by_urls(2), "policy": {"canary": CANARY}}
+    fields: dict[str, Any] = {"transport": by_urls(2), "policy": {"canary": CANARY}}
     waiting = prepare(**fields)
     call = update(**fields) if kind == "update" else UpdateCommand("complete", waiting.update_id)
     driver = Driver(call, base)
