@@ -75,14 +75,22 @@ class SyncRlClient(BlockingRun, FleetMethods):
         name: str = "rl-client",
         wait_s: float = CONNECT_TIMEOUT_S,
         credentials: NatsCredentials = NO_CREDENTIALS,
+        must_exist: bool = False,
     ) -> SyncRlClient:
         """Connects and reads the membership. BusUnreachable if no server answers within `wait_s` seconds. Unauthorized
-        if it refuses `credentials`, or is not the server that they ask for."""
+        if it refuses `credentials`, or is not the server that they ask for. With `must_exist`: NotFound if no frontend
+        and no worker has ever run for the component."""
         self = cls()
         try:
             self._client = self._wait(
                 RlClient.connect(
-                    nats_url, namespace, component, name=name, wait_s=wait_s, credentials=credentials
+                    nats_url,
+                    namespace,
+                    component,
+                    name=name,
+                    wait_s=wait_s,
+                    credentials=credentials,
+                    must_exist=must_exist,
                 ),
                 2 * wait_s + MARGIN_S,
                 "connect",

@@ -297,14 +297,20 @@ def over_nats(given: Command, only_there: Sequence[str] = OF_NATS) -> bool:
 
 
 def connected(given: Command, body: Mapping[str, Any]) -> SyncRlClient:
-    """A connection to the first component that the body names, without a frontend."""
+    """A connection to the first component that the body names, without a frontend. NotFound if there is none: a
+    mistaken name must not make a component."""
     from rl_plane.sync import SyncRlClient
 
     values = given.values
     component = (body.get("component") or [DEFAULT_COMPONENT])[0]
     url = values["nats_url"] or DEFAULT_NATS_URL
     return SyncRlClient.connect(
-        url, values["namespace"], component, name="rl-plane", credentials=credentials(values)
+        url,
+        values["namespace"],
+        component,
+        name="rl-plane",
+        credentials=credentials(values),
+        must_exist=True,
     )
 
 
