@@ -61,7 +61,6 @@ class ServedComponent:
         self.engines = EngineClient(
             receiver, view, self.status, self.committed, self.lease, options.admission_wait_s, options.limits
         )
-        self.lease.on_abort = self.engines.aborts.abort
         self.generation = Generation(
             self.engines,
             client,
@@ -72,6 +71,7 @@ class ServedComponent:
             options.limits,
             is_own=is_own,
         )
+        self.lease.on_abort = self.generation.abort
         fleet = Fleet(client, options.limits.session_idle_s)
         fleet.liveness_timeout_s = options.liveness_timeout_s
         fleet.expected = options.expect if is_own else 0

@@ -18,6 +18,8 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S
@@ -73,14 +75,22 @@ class SyncRlClient(BlockingRun, FleetMethods):
         name: str = "rl-client",
         wait_s: float = CONNECT_TIMEOUT_S,
         credentials: NatsCredentials = NO_CREDENTIALS,
+        must_exist: bool = False,
     ) -> SyncRlClient:
         """Connects and reads the membership. BusUnreachable if no server answers within `wait_s` seconds. Unauthorized
-        if it refuses `credentials`, or is not the server that they ask for."""
+        if it refuses `credentials`, or is not the server that they ask for. With `must_exist`: NotFound if no frontend
+        and no worker has ever run for the component."""
         self = cls()
         try:
             self._client = self._wait(
                 RlClient.connect(
-                    nats_url, namespace, component, name=name, wait_s=wait_s, credentials=credentials
+                    nats_url,
+                    namespace,
+                    component,
+                    name=name,
+                    wait_s=wait_s,
+                    credentials=credentials,
+                    must_exist=must_exist,
                 ),
                 2 * wait_s + MARGIN_S,
                 "connect",
@@ -263,7 +273,7 @@ class CallBounds:
     """The bounds of one caller's calls. A `complete` has the policy of the caller's last `prepare`."""
 
     def __init__(self) -> None:
-        self._prepared: dict[str, Any] = {}
+        self._prepared: dict[str, Any] = {"policy": {"barrier": "rolling"}}  # another caller may have prepared so
 
     def of(self, op: str, body: dict[str, Any]) -> float:
         if op == "prepare_weights_update":
@@ -279,14 +289,11 @@ def call_bound_s(op: str, body: dict[str, Any]) -> float:
     if spec is None:
         return wait_s
     if spec.prepare_waits:
-        policy = body.get("policy")
-        given = policy if isinstance(policy, dict) else {}
-        defaults = UpdatePolicy()
-        return (
-            wait_s
-            + spec.prepare_waits * _number(given.get("prepare_timeout_s"), defaults.prepare_timeout_s)
-            + 2 * _number(given.get("commit_timeout_s"), defaults.commit_timeout_s)
-        )
+        try:
+            policy = UpdatePolicy.model_validate(body.get("policy") or {})
+        except ValidationError:  # the op itself refuses it
+            policy = UpdatePolicy()
+        return wait_s + spec.prepare_waits * policy.prepare_timeout_s + policy.commit_bound_s
     if issubclass(spec.own, Part):
         return wait_s + 2 * _number(body.get("timeout_s"), PART_TIMEOUT_S) + ENGINE_S  # a second time for the lock
     worker_op = spec.worker_op or op

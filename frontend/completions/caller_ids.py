@@ -26,13 +26,12 @@ class CallerIds:
                 if not self._made[name]:
                     del self._made[name]
 
-    def made_of(self, names: Iterable[str]) -> list[str]:
-        """The ids by which workers know these requests, and choices (`<name>-<index>`). An unknown name stands for
-        itself."""
-        return list(dict.fromkeys(made for name in names for made in self._of(name)))
+    def made_of(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Each known name of a request, or of a choice (`<name>-<index>`) → the ids by which workers know it."""
+        return {name: made for name in names if (made := self._of(name))}
 
     def _of(self, name: str) -> list[str]:
         whole, _, index = name.rpartition("-")
         if name not in self._made and whole in self._made and index.isdecimal():
             return [f"{made}-{index}" for made in self._made[whole]]
-        return self._made.get(name, [name])
+        return list(self._made.get(name, ()))

@@ -26,6 +26,7 @@ from rl_plane.errors import FrontendEnding, NoWorkers, Overloaded, PlaneError, U
 from rl_plane.membership.core import Changed, Snapshot
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.record import DecisionRecord
+from rl_plane.protocol.worker_ops import AbortedInFrontend
 
 
 class Generation:
@@ -117,6 +118,12 @@ class Generation:
         if not self.models.serves(asked):
             await self.committed.try_read()  # an adapter may have been loaded just now
         return self.models
+
+    def abort(self, names: list[str] | None) -> AbortedInFrontend:
+        """Aborts the choices of these ids or callers' names, or all (None), as far as they wait here for a worker."""
+        made = self.caller_ids.made_of(names or ())
+        ids = None if names is None else {*names, *(one for several in made.values() for one in several)}
+        return AbortedInFrontend(aborted=self.engines.aborts.abort(ids), made=made)
 
     # ---- limits ----
 

@@ -26,7 +26,7 @@ from rl_plane.protocol.serving_lease import Connection, ServingLease
 from rl_plane.protocol.subjects import FRONTEND_PREFIX
 from rl_plane.protocol.update_requests import FollowedReply, FollowRecord
 from rl_plane.protocol.validation import parse_body
-from rl_plane.protocol.worker_ops import AbortedReply, AbortRequests
+from rl_plane.protocol.worker_ops import AbortedInFrontend, AbortRequests
 
 log = logging.getLogger("frontend.routing.routing_lease")
 
@@ -45,9 +45,10 @@ class FrontendLease:
         self.lease = ServingLease()
         """The lease, in loop seconds."""
         self._confirmed = asyncio.Event()
-        self.on_abort: Callable[[list[str] | None], int] = lambda request_ids: 0
-        """Called with the ids of the requests to abort (None: all). Returns the number of choices that waited for a
-        worker."""
+        self.on_abort: Callable[[list[str] | None], AbortedInFrontend] = lambda names: AbortedInFrontend(
+            aborted=0, made={}
+        )
+        """Called with the ids or names of the requests to abort (None: all)."""
         self._view = view
         self._bus: Bus = view.bus
         self._flushed: tuple[str, int] | None = None
@@ -158,10 +159,10 @@ class FrontendLease:
             with contextlib.suppress(nats.errors.Error):  # the coordinator gets no answer, and waits for the lease
                 await self._bus.nc.publish(inbox, encode(wire, format_of(message.data)))
 
-    def _do(self, request: Request) -> FollowedReply | AbortedReply:
+    def _do(self, request: Request) -> FollowedReply | AbortedInFrontend:
         if request.op == "abort_requests":
             ask = parse_body(AbortRequests, request.body)
-            return AbortedReply(aborted=self.on_abort(ask.request_ids))
+            return self.on_abort(ask.request_ids)
         if request.op != "follow_record":
             raise Unsupported(
                 f"a frontend answers follow_record and abort_requests, not {request.op!r}",

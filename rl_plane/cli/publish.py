@@ -102,7 +102,7 @@ def publish(given: Command) -> int:
             note(f"rl-plane: sent by {publisher.backend}")
             return {**reply, "transport": publisher.backend}
 
-    bound_s = policy.prepare_timeout_s + 2 * policy.commit_timeout_s + UPDATE_MARGIN_S + SEND_S
+    bound_s = policy.prepare_timeout_s + policy.commit_bound_s + UPDATE_MARGIN_S + SEND_S
     reply = waiting("publish", send, bound_s, given)
     if values["json"]:
         say_json(reply)

@@ -16,7 +16,7 @@ from rl_plane.cli.explain.read_facts import read_facts
 from rl_plane.cli.output import counted, fix_of, note, one_line, say, say_json
 from rl_plane.cli.settings import Command, command
 from rl_plane.cli.steer import REACH, ask, over_nats
-from rl_plane.errors import DeadlineExceeded, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, NotFound, PlaneError, Unavailable
 from rl_plane.fleet.http_client import read_events
 from rl_plane.protocol.fleet_ops import MAX_WAIT_S
 
@@ -65,7 +65,9 @@ def _run_until(given: Command, ended: threading.Event) -> int:
             bound_s += body["wait_s"]
         try:
             reply = ask("ready", body, bound_s, given)
-        except (Unavailable, DeadlineExceeded) as error:
+        except (Unavailable, DeadlineExceeded, NotFound) as error:
+            if isinstance(error, NotFound) and not over_nats(given):
+                raise  # the frontend serves no such component, or the address is no frontend's
             left_s = give_up - time.monotonic()
             if left_s <= 0:
                 return _not_ready(given, error)
@@ -106,7 +108,8 @@ def _reasons(given: Command, error: PlaneError) -> list[Finding]:
     try:
         facts = read_facts(given, past=False, wanted=given.values["expect_ready"] or 0)
     except PlaneError as unread:
-        return [Finding("frontend", "frontend", f"can't be asked: {unread.message}", fix_of(unread))]
+        asked = "fleet" if over_nats(given) else "frontend"
+        return [Finding(asked, asked, f"can't be asked: {unread.message}", fix_of(unread))]
     found = [one for one in findings(facts) if one.kind in KINDS]
     return found or [Finding("fleet", "fleet", f"is not ready: {error.message}", fix_of(error, "state"))]
 

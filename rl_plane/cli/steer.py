@@ -169,8 +169,7 @@ def body_of(op: str, given: Command) -> tuple[dict[str, Any], float]:
         if op == "abort_weights_update":
             body["by"] = f"an operator on host {socket.gethostname()}"
             return body, timeout_s or ABORT_S
-        policy = UpdatePolicy()
-        return body, timeout_s or policy.prepare_timeout_s + 2 * policy.commit_timeout_s + UPDATE_MARGIN_S
+        return body, timeout_s or _update_bound_s(UpdatePolicy(barrier="rolling"))  # it may have been prepared so
     elif op in ("update_weights", "rollback"):
         policy = policy_of(values)
         body["policy"] = policy.model_dump()
@@ -183,8 +182,14 @@ def body_of(op: str, given: Command) -> tuple[dict[str, Any], float]:
                     "--adapter-op is given without an adapter", field="--adapter-op", fix="name it: --adapter NAME"
                 )
             body |= _source(values["path"], values)
-        return body, policy.prepare_timeout_s + 2 * policy.commit_timeout_s + UPDATE_MARGIN_S
+        return body, _update_bound_s(policy)
+    elif op == "new_run":
+        return body, timeout_s or _update_bound_s(UpdatePolicy())
     return body, timeout_s or CHANGE_S
+
+
+def _update_bound_s(policy: UpdatePolicy) -> float:
+    return policy.prepare_timeout_s + policy.commit_bound_s + UPDATE_MARGIN_S
 
 
 def policy_of(values: Mapping[str, Any]) -> UpdatePolicy:
@@ -292,14 +297,20 @@ def over_nats(given: Command, only_there: Sequence[str] = OF_NATS) -> bool:
 
 
 def connected(given: Command, body: Mapping[str, Any]) -> SyncRlClient:
-    """A connection to the first component that the body names, without a frontend."""
+    """A connection to the first component that the body names, without a frontend. NotFound if there is none: a
+    mistaken name must not make a component."""
     from rl_plane.sync import SyncRlClient
 
     values = given.values
     component = (body.get("component") or [DEFAULT_COMPONENT])[0]
     url = values["nats_url"] or DEFAULT_NATS_URL
     return SyncRlClient.connect(
-        url, values["namespace"], component, name="rl-plane", credentials=credentials(values)
+        url,
+        values["namespace"],
+        component,
+        name="rl-plane",
+        credentials=credentials(values),
+        must_exist=True,
     )
 
 

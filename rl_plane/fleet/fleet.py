@@ -506,12 +506,18 @@ class Fleet:
     async def _resume(self, call: FleetCall[Any]) -> dict[str, Any]:
         return await self._on_all(call, "resume", call.fields, desired=DesiredPause(False))
 
-    async def _abort(self, call: FleetCall[Any]) -> dict[str, Any]:
-        """Ends requests in the frontends first, where they may wait for a worker, then on the workers."""
+    async def _abort(self, call: FleetCall[worker_ops.AbortRequests]) -> dict[str, Any]:
+        """Ends requests in the frontends first, where they may wait for a worker, then on the workers. Only a frontend
+        knows the names that callers have chosen, so its answer has the workers' ids of these requests."""
         if "min_workers" not in call.select.model_fields_set:  # an empty fleet has nothing to wait for
             call = replace(call, select=call.select.model_copy(update={"min_workers": 0}))
         await members_of(call)
-        waiting, silent = (0, []) if call.select.workers is not None else await self._abort_waiting(call)
+        waiting, silent = 0, []
+        if call.select.workers is None:
+            waiting, silent, made = await self._abort_waiting(call)
+            if made:
+                ids = [one for name in call.body.request_ids or () for one in made.get(name, [name])]
+                call = call.with_body(worker_ops.AbortRequests(request_ids=list(dict.fromkeys(ids))))
         reply = {**await self._change(call), "waiting": waiting}
         if silent:
             raise Unavailable(
@@ -523,12 +529,17 @@ class Fleet:
             )
         return reply
 
-    async def _abort_waiting(self, call: FleetCall[Any]) -> tuple[int, list[str]]:
-        """Ends the waiting choices. Returns their number, and the frontends that did not answer."""
+    async def _abort_waiting(self, call: FleetCall[Any]) -> tuple[int, list[str], dict[str, list[str]]]:
+        """Ends the waiting choices. Returns their number, the frontends that did not answer, and the workers' ids of
+        the requests that callers have named."""
         replies = await self.client.ask_frontends(call.view, "abort_requests", call.fields, FRONTENDS_S)
         done = {key: reply for key, reply in replies.items() if reply is not None and reply.get("status") == "ok"}
-        count = sum(int(reply["body"]["aborted"]) for reply in done.values())
-        return count, [key for key in replies if key not in done]
+        count, made = 0, dict[str, list[str]]()
+        for reply in done.values():
+            count += int(reply["body"]["aborted"])
+            for name, ids in reply["body"].get("made", {}).items():  # an older frontend lacks it
+                made.setdefault(name, []).extend(ids)
+        return count, [key for key in replies if key not in done], made
 
     async def _admission(self, call: FleetCall[Empty]) -> dict[str, Any]:
         if not call.select.workers:

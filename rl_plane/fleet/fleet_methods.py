@@ -221,7 +221,8 @@ class FleetMethods:
         """Ends requests now. Each returns the tokens that it has so far.
 
         Args:
-            request_ids: The ids of replies or of single choices (`<id>-<index>`). None: all requests.
+            request_ids: The ids of replies, the callers' own names of requests, or single choices (`<id>-<index>`).
+                None: all requests.
 
         Raises:
             Unavailable: a frontend has not answered; requests that wait there continue.

@@ -61,7 +61,7 @@ class FleetUpdates:
         _check_name(body.target, snapshot)
         policy = body.policy
         # If the same call comes twice at once, by two frontends, the second waits for the first.
-        same_wait_s = policy.prepare_timeout_s + 2 * policy.commit_timeout_s
+        same_wait_s = policy.prepare_timeout_s + policy.commit_bound_s
         pin = snapshot.fingerprint if call.pinned else None
         asked_for = UpdateCommand("update", call.request_id, body, pin, before=before)
         return await self._once(call, request, asked_for, body, asked.rollback, same_wait_s)

@@ -101,12 +101,15 @@ class WorkerCalls:
         name: str = "rl-client",
         wait_s: float = CONNECT_TIMEOUT_S,
         credentials: NatsCredentials = NO_CREDENTIALS,
+        must_exist: bool = False,
         lock_timings: LockTimings = LOCK_TIMINGS,
         connect_bus: BusConnector | None = None,
     ) -> Self:
         """Connects and reads the membership. BusUnreachable if no server answers within `wait_s` seconds. Unauthorized
         if it refuses `credentials`, or is not the server that they ask for.
 
+        `must_exist`: NotFound if no frontend and no worker has ever run for the component. False: the client prepares
+        NATS for it, and can wait for its first worker.
         `lock_timings`: for the component's lock while this client holds it.
         `connect_bus`: opens the connection. None: `Bus.connect`."""
         subjects = Subjects(namespace, component)  # checks the names before a connection is opened
@@ -115,7 +118,7 @@ class WorkerCalls:
         client = cls(bus, namespace, component, lock_timings=lock_timings)
         try:
             await client._gather.start_listening()
-            await client._start_view(subjects)
+            await (client.view() if must_exist else client._start_view(subjects))
         except BaseException:
             await client.close()
             raise

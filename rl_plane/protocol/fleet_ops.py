@@ -292,6 +292,7 @@ FLEET_OPS: dict[str, FleetOp] = {
             "Begin a new run: sequence 0 is the model that every worker was started with.",
             one_component=True,
             begins_update=True,
+            prepare_waits=1,
         ),
         FleetOp("release_memory", worker_ops.MemoryTags, replies.FleetMemory, "Give memory back (sleep)."),
         FleetOp("resume_memory", worker_ops.MemoryTags, replies.FleetMemory, "Take it again (wake)."),
@@ -310,6 +311,7 @@ FLEET_OPS: dict[str, FleetOp] = {
             one_component=True,
             brings_weights=True,
             begins_update=True,
+            prepare_waits=1,
         ),
         FleetOp(
             "unload_lora_adapter",
@@ -319,6 +321,7 @@ FLEET_OPS: dict[str, FleetOp] = {
             coalesce=True,
             one_component=True,
             begins_update=True,
+            prepare_waits=1,
         ),
         FleetOp(
             "enable",

@@ -459,6 +459,11 @@ class AbortUpdateReply(TypedDict):
     discarded: bool
 
 
+ROLLED_WORKERS = 256
+"""The workers of a rolling update for which its caller waits. Workers swap one after another, and the caller does not
+know their number. A caller that gave up sooner could end the roll, and all the other workers would swap at once."""
+
+
 class UpdatePolicy(Body):
     """The way in which an update is carried out."""
 
@@ -502,6 +507,12 @@ class UpdatePolicy(Body):
     """The reaction if every worker fails the canary. `rollback`: the fleet returns to the version before. `exclude`: no
     worker serves the version. `warn`: the workers serve it, and the answer says so. A worker that fails while
     another one passes is excluded in every case."""
+
+    @property
+    def commit_bound_s(self) -> float:
+        """The longest time in seconds from the decision to the answer: the swaps, and a wait for late workers."""
+        swaps = ROLLED_WORKERS if self.barrier == "rolling" else 1
+        return (swaps + 1) * self.commit_timeout_s
 
     @model_validator(mode="wrap")
     @classmethod

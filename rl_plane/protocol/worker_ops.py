@@ -342,11 +342,19 @@ class FlushReply(TypedDict):
 
 class AbortRequests(Body):
     request_ids: list[str] | None = Field(None, max_length=10_000)
-    """The id of a reply, for all of its choices, or of one choice (`<id>-<index>`). None: all requests."""
+    """The id of a reply, or the caller's own name of the request, for all of its choices; with `-<index>` for one
+    choice. None: all requests."""
 
 
 class AbortedReply(TypedDict):
     aborted: int
+
+
+class AbortedInFrontend(AbortedReply):
+    """A frontend's reply. `aborted` counts the choices that waited there for a worker."""
+
+    made: dict[str, list[str]]
+    """Each of the names that a caller has chosen for requests under way there → the ids by which workers know them."""
 
 
 # ---- weights: update_requests.py has the rest ----

@@ -74,8 +74,18 @@ OF_ONE_PART = frozenset({"one_version"})
 """Fields that hold for one part, but not for the completion: later weights make the next part."""
 _BY_STRING = "a string that begins in one part and ends in the next is not found; use stop_token_ids"
 _FROM_NONE = "the next part counts from no tokens, because its prompt has those so far; use repetition_penalty"
-OF_WHAT_WAS_MADE = {"stop": _BY_STRING, "frequency_penalty": _FROM_NONE, "presence_penalty": _FROM_NONE}
+_ANEW = "the grammar of the next part begins anew in the middle of the text"
+FORMS = ("response_format", "structured_outputs", "json_schema", "regex", "ebnf", "structural_tag")
+"""Fields that give the text a form."""
+OF_WHAT_WAS_MADE = {
+    "stop": _BY_STRING,
+    "frequency_penalty": _FROM_NONE,
+    "presence_penalty": _FROM_NONE,
+    **dict.fromkeys(FORMS, _ANEW),
+}
 """Fields that depend on the completion's tokens but not on its prompt → why a rollout refuses them."""
+OF_NO_FORM = {"type": "text"}
+"""The `response_format` of any text."""
 
 Call = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 """Posts a body to `/v1/completions`, and returns the status and the reply, whatever the status is.
@@ -116,7 +126,11 @@ class Rollout:
             **dict.fromkeys(OWN, "the rollout sets it"),
             **dict.fromkeys(OF_ONE_PROMPT, "the prompt of a later part is longer"),
             **dict.fromkeys(OF_ONE_PART, "parts may be of several versions; see weight_versions"),
-            **{name: why for name, why in OF_WHAT_WAS_MADE.items() if self.options.get(name)},
+            **{
+                name: why
+                for name, why in OF_WHAT_WAS_MADE.items()
+                if self.options.get(name) and self.options[name] != OF_NO_FORM
+            },
         }
         in_nvext = (self.options.get("nvext") or {}).keys() - OWN
         for name in sorted({*self.options, *(f"nvext.{one}" for one in in_nvext)}):

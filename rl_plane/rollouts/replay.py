@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -52,21 +53,36 @@ class Replayed:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file, or of all files of a folder, the oldest first, as they are at the call: a frontend that
-    records a replay would make it endless. A last line that was cut off counts as absent.
+    records a replay would make it endless. A last line that was cut off counts as absent, and so does a file of the
+    folder that the frontend has deleted since.
 
     Raises:
         InvalidRequest: another line is no record, or has a later format; or there is no such file.
     """
+    if not path.exists():
+        raise InvalidRequest(f"there is no {path}", field="PATH", fix="name a file or a folder that is there")
     files = sorted(path.glob(PATTERN)) if path.is_dir() else [path]
     if not files:
         raise InvalidRequest(f"{path} has no records", field="PATH", fix=f"name a folder with files {PATTERN}")
-    sizes = [(file, file.stat().st_size) for file in files]
+    sizes = [(file, size) for file in files if (size := _size_of(file)) is not None]
     return itertools.chain.from_iterable(_records_of(file, size) for file, size in sizes)
 
 
+def _size_of(file: Path) -> int | None:
+    """The bytes of a file. None: it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        return file.stat().st_size
+    return None
+
+
 def _records_of(file: Path, size: int) -> Iterator[dict[str, Any]]:
-    """The records in the first `size` bytes of a file."""
-    with file.open("rb") as lines:
+    """The records in the first `size` bytes of a file. A file that is gone has none."""
+    try:
+        lines = file.open("rb")
+    except FileNotFoundError:
+        log.warning("%s is gone, because a frontend has made room for new records", file)
+        return
+    with lines:
         for number in itertools.count(1):
             line = lines.readline(min(MAX_LINE_BYTES, size - lines.tell()))
             if not line:
@@ -105,6 +121,8 @@ def replay_one(record: Mapping[str, Any], call: Call) -> Replayed:
         return Replayed(name, "skipped", why, of_tokens=len(made))
     body = {**record["body"], "prompt_token_ids": record["prompt_token_ids"], "return_token_ids": True}
     body.pop("truncate_prompt_tokens", None)  # the prompt in the record is cut already
+    if record["finish_reason"] == "length":
+        body["max_tokens"] = len(made)  # a request without a length ends where the context is full
     try:
         choice = call(body)["choices"][0]
         again, versions = list(choice["token_ids"]), versions_of(choice)
@@ -122,8 +140,13 @@ def why_skipped(record: Mapping[str, Any]) -> str:
         return "it did not end by itself"
     if not record.get("prompt_token_ids"):
         return "its prompt's tokens are not known"
-    if body.get("temperature", 1.0) != 0 and "seed" not in body:
-        return "it was sampled without a seed"
+    if not record["token_ids"]:
+        return "it has no tokens"
+    if body.get("temperature", 1.0) != 0:
+        if "seed" not in body:
+            return "it was sampled without a seed"
+        if record.get("instances"):
+            return "another worker has continued it, with another seed"
     return ""
 
 

@@ -123,13 +123,15 @@ async def test_a_caller_ends_its_request_by_its_own_name(http: httpx.AsyncClient
         for event in events:
             await event.wait()
     for name, path, body in (
-        ("mine", "/abort_requests", {"request_ids": ["mine", "unknown"]}),
+        ("mine", "/v1/rl/abort_requests", {"request_ids": ["mine", "unknown"]}),
         ("yours", "/abort_request", {"rid": "yours"}),
         ("theirs", "/abort_requests", {"request_ids": ["theirs"]}),
     ):
         told = fine(await http.post(path, json=body))
         if path == "/abort_requests":
             assert told["aborted"] == 1, name
+        elif path == "/v1/rl/abort_requests":
+            assert sum(row["aborted"] for row in told["workers"]) == 1, name
         assert len(await streams.pop(0)) < 4000, name
     (other,) = streams
     assert not other.done()

@@ -135,3 +135,33 @@ async def test_a_file_system_that_hangs_costs_one_thread(monkeypatch: pytest.Mon
     assert asked == [str(tmp_path)], "a second look would hang too"
     go.set()
     await ended.wait()
+
+
+async def test_a_command_makes_no_component_of_a_mistaken_name(
+    plane: Plane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = Subjects(plane.namespace, "mistaken")
+    there = ("--nats-url", plane.url, "--namespace", plane.namespace, "--component", "mistaken")
+    for argv in (["state"], ["workers"], ["explain"], ["ready"], ["pause"], ["doctor"]):
+        assert await asyncio.to_thread(main.run, [*argv, *there]) == 1, argv
+        said = "".join(capsys.readouterr())
+        assert "no component 'mistaken' in the namespace" in said, argv
+    bus = (await plane.client()).bus
+    assert not [one for one in (own.members, own.state, own.offers) if await bus.bucket_exists(one)]
+
+
+async def test_ready_waits_over_nats_for_a_fleet_that_is_not_there_yet(
+    plane: Plane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = ("--nats-url", plane.url, "--namespace", plane.namespace)
+    waiting = asyncio.create_task(asyncio.to_thread(main.run, ["ready", "--wait", "60s", *there]))
+    said = ""
+
+    async def is_told() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "not ready yet: no component 'engine'" in said
+
+    await plane.until(is_told)
+    await asyncio.to_thread(plane.spawn)
+    assert await waiting == 0

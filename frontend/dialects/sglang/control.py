@@ -78,7 +78,7 @@ def mount_control(routes: SharedRoutes, context: DialectContext, updates: Update
         if request.fields.abort_all:
             await context.calls.run("abort_requests", {}, request.request_id)
         elif any(ids):
-            named = context.generation.caller_ids.made_of(one for one in ids if one)
+            named = [one for one in ids if one]
             await context.calls.run("abort_requests", {"request_ids": named}, request.request_id)
         return ABORTED
 

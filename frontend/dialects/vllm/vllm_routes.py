@@ -195,7 +195,7 @@ def _mount_engine(routes: SharedRoutes, context: DialectContext) -> None:
     @routes.post("/abort_requests", AbortFields, "End requests now.")
     async def abort_requests(request: ParsedRequest[AbortFields]) -> Any:
         ids = request.fields.request_ids
-        body = {"request_ids": context.generation.caller_ids.made_of(ids)} if ids else {}
+        body = {"request_ids": ids} if ids else {}
         reply = await context.calls.run("abort_requests", body, request.request_id)
         count = sum(int(row["aborted"]) for row in engine_replies(reply))
         return {"status": "aborted", "aborted": count + reply["waiting"]}

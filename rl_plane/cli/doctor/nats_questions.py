@@ -68,7 +68,12 @@ async def _ask(
     since = time.time()
     try:
         async with await RlClient.connect(
-            url, subjects.namespace, subjects.component, name="rl-plane doctor", credentials=keys
+            url,
+            subjects.namespace,
+            subjects.component,
+            name="rl-plane doctor",
+            credentials=keys,
+            must_exist=True,
         ) as client:
             since = time.time()
             reply = await client.run("describe", body, timeout_s=timeout_s)

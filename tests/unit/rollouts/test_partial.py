@@ -32,7 +32,7 @@ from rl_plane import (
     WorkerLost,
     gather_enough,
 )
-from rl_plane.rollouts.partial import OF_ONE_PART, OF_ONE_PROMPT, OWN, SEED_STEP, TRIES, Call
+from rl_plane.rollouts.partial import OF_ONE_PART, OF_ONE_PROMPT, OF_WHAT_WAS_MADE, OWN, SEED_STEP, TRIES, Call
 
 SPAN = {"version": "one", "sequence": 1, "digest": "blake3:1", "run": "r"}
 LATER = {"version": "two", "sequence": 2, "digest": "blake3:2", "run": "r"}
@@ -146,13 +146,32 @@ def test_a_rollout_ends_with_its_last_token() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    sorted({*OWN, *OF_ONE_PROMPT, *OF_ONE_PART, "stop", "frequency_penalty", "presence_penalty"}),
+    sorted({*OWN, *OF_ONE_PROMPT, *OF_ONE_PART, *OF_WHAT_WAS_MADE}),
 )
 def test_a_field_with_another_meaning_for_a_part_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Rollout([5], 2, {name: 1})
     assert caught.value.facts["field"] == name
     assert caught.value.facts["fix"]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("response_format", {"type": "json_object"}),
+        ("structured_outputs", {"choice": ["yes", "no"]}),
+        ("json_schema", "{}"),
+        ("regex", "[0-9]+"),
+        ("ebnf", 'root ::= "a"'),
+        ("structural_tag", "{}"),
+    ],
+)
+def test_a_rollout_refuses_each_form_of_its_text(name: str, form: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Rollout([5], 2, {name: form})
+    assert caught.value.facts["field"] == name
+    assert "anew" in caught.value.facts["fix"]
+    assert Rollout([5], 2, {name: None, "response_format": {"type": "text"}}).options
 
 
 def test_penalties_and_stops_without_effect_are_accepted() -> None:

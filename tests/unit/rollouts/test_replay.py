@@ -63,6 +63,8 @@ def test_tokens_and_logprobs_are_compared(answer: dict[str, Any], wanted: Replay
         ({"finish_reason": "abort"}, "did not end by itself"),
         ({"prompt_token_ids": None}, "tokens are not known"),
         ({"body": {"max_tokens": 4}}, "without a seed"),
+        ({"body": {"seed": 3, "max_tokens": 4}, "instances": [{"end": 1}, {"start": 1}]}, "with another seed"),
+        ({"token_ids": []}, "has no tokens"),
     ],
 )
 def test_a_record_that_can_not_be_compared_is_not_sent(change: dict[str, Any], why: str) -> None:
@@ -74,6 +76,24 @@ def test_a_record_that_can_not_be_compared_is_not_sent(change: dict[str, Any], w
 def test_a_seed_makes_a_sample_comparable() -> None:
     record = {**RECORD, "body": {"seed": 3, "max_tokens": 4}}
     assert replay_one(record, lambda body: reply([1, 2, 3, 4])).verdict == "equal"
+
+
+def test_a_greedy_choice_that_another_worker_has_continued_is_comparable() -> None:
+    record = {**RECORD, "instances": [{"start": 0, "end": 1}, {"start": 1, "end": 4}]}
+    assert replay_one(record, lambda body: reply([1, 2, 3, 4])).verdict == "equal"
+
+
+@pytest.mark.parametrize(("reason", "most"), [("length", 4), ("stop", 128)])
+def test_a_choice_that_filled_the_context_is_asked_for_as_many_tokens(reason: str, most: int) -> None:
+    sent: list[Mapping[str, Any]] = []
+
+    def call(body: Mapping[str, Any]) -> Mapping[str, Any]:
+        sent.append(body)
+        return reply([1, 2, 3, 4])
+
+    record = {**RECORD, "finish_reason": reason, "body": {"temperature": 0.0, "max_tokens": 128}}
+    assert replay_one(record, call).verdict == "equal"
+    assert sent[0]["max_tokens"] == most
 
 
 def test_an_error_is_a_verdict_of_its_record() -> None:
@@ -96,6 +116,20 @@ def test_a_folders_files_are_read_and_a_cut_line_is_left_out(tmp_path: Path) -> 
         (tmp_path / f"rollouts-{name}.jsonl").write_text(line + ('{"format": 1, "i' if name == "1" else ""))
     assert [one["id"] for one in read_records(tmp_path)] == ["1", "2"]
     assert [one["id"] for one in read_records(tmp_path / "rollouts-2.jsonl")] == ["2"]
+
+
+def test_a_file_that_a_frontend_deletes_meanwhile_is_left_out(tmp_path: Path) -> None:
+    for name in ("1", "2", "3"):
+        (tmp_path / f"rollouts-{name}.jsonl").write_text(json.dumps({**RECORD, "id": name}) + "\n")
+    records = read_records(tmp_path)
+    assert next(records)["id"] == "1"
+    (tmp_path / "rollouts-2.jsonl").unlink()
+    assert [one["id"] for one in records] == ["3"]
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="there is no "):
+        read_records(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("text", ["nonsense\n", "[]\n", "{}\n", '{"format": 2}\n', '{"format": 1}\n'])
