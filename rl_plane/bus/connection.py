@@ -174,6 +174,8 @@ class Bus:
         self._losses = LimitedLog(log)
         self._lost_at: float | None = None
         """Monotonic seconds of the loss of the connection. None: it is there."""
+        self._back_at = -math.inf
+        """Monotonic seconds of the last reconnect."""
 
     @classmethod
     async def connect(
@@ -254,7 +256,7 @@ class Bus:
             self._losses.warning("%s: the connection to NATS is lost; reconnecting", self.name)
 
     async def _reconnected(self) -> None:
-        self._lost_at = None
+        self._lost_at, self._back_at = None, time.monotonic()
         self._last_refusal = ""
         log.info("%s: connected to NATS again", self.name)
         for callback in list(self._on_reconnect):
@@ -322,6 +324,11 @@ class Bus:
             "max_payload": int(info.get("max_payload", 0)),
             "jetstream": bool(info.get("jetstream", False)),
         }
+
+    @property
+    def others_may_reconnect(self) -> bool:
+        """Whether the connection is lost, or was lost until RECONNECT_GRACE_S ago. A 503 then does not mean a death."""
+        return self._lost_at is not None or time.monotonic() < self._back_at + RECONNECT_GRACE_S
 
     def check_connected(self) -> None:
         """BusUnreachable: the connection is down. nats-py would keep a message in its buffer and send it later, when no
