@@ -255,6 +255,9 @@ class GenerationService:
         while True:
             await asyncio.sleep(CREDIT_INTERVAL_S)
             for stream_id, sender in list(self._senders.items()):
+                if not self._bus.nc.is_connected:
+                    sender.cut_off()
+                    continue
                 try:
                     sender.check_receiver()
                 except Unavailable:

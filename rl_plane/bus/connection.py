@@ -33,7 +33,7 @@ from rl_plane.bus.connect_errors import refusal_of, why_refused
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.nats_client import NatsClient
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PermissionDenied, PlaneError
-from rl_plane.protocol.subjects import DEFAULT_NATS_URL, Entry, KeyValueBucket
+from rl_plane.protocol.subjects import DEFAULT_NATS_URL, INBOX, Entry, KeyValueBucket
 
 log = logging.getLogger("rl_plane.bus.connection")
 
@@ -172,8 +172,11 @@ class Bus:
         """The first subscription that NATS has refused since the last flush."""
         self._last_refusal = ""
         self._losses = LimitedLog(log)
+        self._unanswered = LimitedLog(log)
         self._lost_at: float | None = None
         """Monotonic seconds of the loss of the connection. None: it is there."""
+        self._back_at = -math.inf
+        """Monotonic seconds of the last reconnect."""
 
     @classmethod
     async def connect(
@@ -254,7 +257,7 @@ class Bus:
             self._losses.warning("%s: the connection to NATS is lost; reconnecting", self.name)
 
     async def _reconnected(self) -> None:
-        self._lost_at = None
+        self._lost_at, self._back_at = None, time.monotonic()
         self._last_refusal = ""
         log.info("%s: connected to NATS again", self.name)
         for callback in list(self._on_reconnect):
@@ -297,7 +300,10 @@ class Bus:
             self._denied = self._denied or error
             log.error("%s: %s; fix: %s", self.name, error.message, error.facts["fix"])
             return
-        log.debug("%s: %s", self.name, error.message)
+        if subject.startswith(f"{INBOX.lower()}."):
+            self._unanswered.warning("%s: an answer is lost: %s", self.name, error.message)
+        else:
+            log.debug("%s: %s", self.name, error.message)
         for asked, answer in self._requests.values():
             if asked.lower() == subject and not answer.done():
                 answer.set_exception(error)
@@ -322,6 +328,11 @@ class Bus:
             "max_payload": int(info.get("max_payload", 0)),
             "jetstream": bool(info.get("jetstream", False)),
         }
+
+    @property
+    def others_may_reconnect(self) -> bool:
+        """Whether the connection is lost, or was lost until RECONNECT_GRACE_S ago. A 503 then does not mean a death."""
+        return self._lost_at is not None or time.monotonic() < self._back_at + RECONNECT_GRACE_S
 
     def check_connected(self) -> None:
         """BusUnreachable: the connection is down. nats-py would keep a message in its buffer and send it later, when no

@@ -29,8 +29,8 @@ Role = Literal["operator", "frontend", "worker", "trainer", "service"]
 ROLES: tuple[Role, ...] = ("operator", "frontend", "worker", "trainer", "service")
 
 ANSWERS_FOR = "30m"
-"""The time after a request in which its receiver may answer. A worker that stages weights for longer can't report it.
-NATS remembers each request for this time, about 200 bytes of its memory."""
+"""The time after a request in which its receiver may answer, unless the server reads its keys again. A coordinator asks
+a silent worker again long before. NATS remembers each request for this time, about 200 bytes of its memory."""
 JS = "$JS.API"
 EVENT_CALLS = ("STREAM.CREATE", "STREAM.INFO", "STREAM.MSG.GET", "STREAM.PURGE", "DIRECT.GET")
 """The calls to the stream in which a frontend stores events."""

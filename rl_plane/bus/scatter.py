@@ -7,6 +7,7 @@ dead target at once, so the caller does not wait for its time-out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -75,6 +76,16 @@ class Scatter:
         subject, payload = self._targets[index]
         reply = f"{self._gather.inbox}.{self._key}.{index}"
         await self._gather.bus.nc.publish(subject, payload, reply=reply, headers=self._headers)
+
+    async def ask_again(self) -> None:
+        """Sends again what has no answer yet, unless the targets may still be reconnecting too."""
+        if self._gather.bus.others_may_reconnect:
+            return
+        with contextlib.suppress(nats.errors.Error):  # the caller's time-out ends the wait
+            for sent, index in enumerate(self.unanswered):
+                await self.send(index)
+                if sent % YIELD_EVERY == YIELD_EVERY - 1:
+                    await asyncio.sleep(0)
 
     def _refused(self, index: int) -> None:
         tries = self._retries.get(index, 0)

@@ -34,7 +34,7 @@ from nats.aio.msg import Msg
 
 from rl_plane._util.alarm import Alarm
 from rl_plane._util.limited_log import LimitedLog
-from rl_plane.bus.connection import RECONNECT_GRACE_S, Bus
+from rl_plane.bus.connection import Bus
 from rl_plane.errors import (
     BusUnreachable,
     EngineFailed,
@@ -107,6 +107,10 @@ class SendWindow:
     def all_confirmed(self) -> bool:
         return not self._unconfirmed
 
+    def cut_off(self, now: float) -> None:
+        """The sender has no connection, so the silence does not count."""
+        self._heard_at = now
+
     def abandoned(self, now: float) -> bool:
         return now - self._heard_at > ABANDONED_AFTER_S
 
@@ -172,6 +176,10 @@ class StreamSender:
             async with asyncio.timeout(CREDIT_INTERVAL_S):
                 await self._credit.wait()
         self.check_receiver()
+
+    def cut_off(self) -> None:
+        """Notes that this process has no connection, so the receiver's silence does not count."""
+        self._window.cut_off(time.monotonic())
 
     def check_receiver(self) -> None:
         if self._window.abandoned(time.monotonic()):
@@ -433,7 +441,6 @@ class StreamReceiver:
         self._open: dict[str, IncomingStream] = {}
         self._malformed = LimitedLog(log)
         self._credits: asyncio.Task[None] | None = None
-        self._reconnected_at = -math.inf
 
     async def start(self) -> None:
         await self.bus.subscribe(f"{self.inbox}.*", self._message)
@@ -485,7 +492,7 @@ class StreamReceiver:
             if message.headers and message.headers.get("Status") == "503":
                 stream = self._open.get(key)
                 # After a reconnect the worker may be reconnecting too: the request is sent again.
-                if stream is not None and time.monotonic() >= self._reconnected_at + RECONNECT_GRACE_S:
+                if stream is not None and not self.bus.others_may_reconnect:
                     stream.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
             return
         try:
@@ -506,7 +513,6 @@ class StreamReceiver:
                 stream.fail(error)
 
     async def _reconnected(self) -> None:
-        self._reconnected_at = time.monotonic()
         for stream in list(self._open.values()):
             await stream.ask_again()
 
@@ -515,5 +521,7 @@ class StreamReceiver:
             await asyncio.sleep(CREDIT_INTERVAL_S)
             for stream in list(self._open.values()):
                 stream.check_silence(time.monotonic())
-                # This also requests missing messages, which repairs a loss that no later message shows.
-                await stream.ask_again()
+                # This also requests missing messages, which repairs a loss that no later message shows. Without a
+                # connection nats-py would keep each of these messages.
+                if self.bus.nc.is_connected:
+                    await stream.ask_again()

@@ -54,6 +54,10 @@ WATCH_QUEUE = 10_000
 """The number of changes that a watcher may be behind. Then its watch ends with an error, so that the queue stays
 bounded."""
 
+ASK_AGAIN_S = 5.0
+"""A worker that has not answered is asked again after this time. Its answer may be lost: NATS forgets who may answer
+when it reads its keys again."""
+
 NOTHING_MORE: Mapping[str, Mapping[str, Any]] = {}
 
 BusConnector = Callable[[str, str, float, NatsCredentials], Awaitable[Bus]]
@@ -425,9 +429,8 @@ class WorkerCalls:
             self._catch_up(view, scatter, members)  # in a large fleet, sending has taken some time
             for attempt in range(1 + retries):
                 if attempt:
-                    for index in scatter.unanswered:
-                        await scatter.send(index)
-                if await scatter.wait(timeout_s):
+                    await scatter.ask_again()
+                if await _answered(scatter, timeout_s):
                     break
             else:
                 await self._last_look(view, scatter, members)
@@ -477,6 +480,17 @@ def _request(
         fence=lock.fence if lock else None,
         timeout_ms=int((timeout_s or spec.timeout_s) * 1000) if spec.changes else None,
     )
+
+
+async def _answered(scatter: Scatter, timeout_s: float) -> bool:
+    """Waits for all answers, at most `timeout_s`, and asks silent workers again meanwhile; ops are idempotent. Returns
+    whether all answers have come."""
+    give_up = time.monotonic() + timeout_s
+    while not await scatter.wait(min(ASK_AGAIN_S, give_up - time.monotonic())):
+        if time.monotonic() >= give_up:
+            return False
+        await scatter.ask_again()
+    return True
 
 
 def _follow(gather: Gather, scatter: Scatter, members: Sequence[Member]) -> Callable[[Changed], None]:

@@ -22,7 +22,7 @@ from frontend.routing.attempts import IDLE_TIMEOUT_S
 from frontend.routing.routing_lease import FrontendLease
 from rl_plane import Rollout, gather_enough
 from rl_plane.bus.server import NatsServer
-from rl_plane.bus.token_stream import IncomingStream
+from rl_plane.bus.token_stream import ABANDONED_AFTER_S, CREDIT_INTERVAL_S, IncomingStream
 from rl_plane.protocol.record import SERVING_LEASE_S
 from tests.support.frontend_process import (
     PROMPT,
@@ -36,12 +36,13 @@ from tests.support.frontend_process import (
     until_running,
     update,
 )
+from tests.support.metrics_pages import metrics_url, values
 from tests.support.plain_client import plain_client
 
 __all__ = ["http"]
 
 if TYPE_CHECKING:
-    from tests.conftest import Plane
+    from tests.conftest import Plane, Spawned
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -288,6 +289,38 @@ async def test_streams_survive_a_restart_of_nats(own_nats: tuple[NatsServer, Pla
                 tokens += event["choices"][0]["token_ids"]
         assert tokens == tokens_under(digest, 0, 100)
         await ask(http)
+
+
+async def test_streams_survive_an_outage_of_nats_in_which_a_receiver_would_count_as_dead(
+    own_nats: tuple[NatsServer, Plane],
+) -> None:
+    server, plane = own_nats
+    delay_s, tokens_meanwhile = 0.06, 220
+    assert delay_s * tokens_meanwhile > ABANDONED_AFTER_S + CREDIT_INTERVAL_S
+    worker = plane.spawn(token_delay_s=delay_s, metrics={"metrics_port": 0})
+    async with frontend(plane, admission_wait_s=10) as http:
+        digest = (await ask(http, max_tokens=1))["nvext"]["weight_version"]["digest"]
+        body = {"prompt_token_ids": PROMPT, "max_tokens": 260, "stream": True, "return_token_ids": True}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            tokens = (await next_event(lines))["choices"][0]["token_ids"]
+            server.kill()
+            made = await tokens_made(worker)
+            await plane.until(lambda: made_more(worker, made + tokens_meanwhile))
+            server.start()
+            while (event := await next_event(lines)) != "[DONE]":
+                tokens += event["choices"][0]["token_ids"]
+        assert tokens == tokens_under(digest, 0, 260)
+
+
+async def tokens_made(worker: Spawned) -> float:
+    async with plain_client() as http:
+        page = (await http.get(metrics_url(worker))).text
+    return values(page)["rl_plane_worker_tokens_total"]
+
+
+async def made_more(worker: Spawned, tokens: float) -> bool:
+    return await tokens_made(worker) >= tokens
 
 
 SERVE = """

@@ -19,10 +19,10 @@ from frontend.server.options import FrontendOptions
 from rl_plane.bus.lock import hold_lock
 from rl_plane.protocol.http_keys import Role
 from rl_plane.protocol.subjects import Subjects
-from tests.conftest import Plane, Spawned
+from tests.conftest import Plane
 from tests.support.frontend_here import started
 from tests.support.key_files import write_keys
-from tests.support.metrics_pages import families, samples, values
+from tests.support.metrics_pages import families, metrics_url, samples, values
 from tests.support.paths import ROOT
 from tests.support.plain_client import plain_client
 from tests.support.promql import parse
@@ -40,12 +40,6 @@ TARGET_LABELS = {"job", "instance", "fleet"}
 class Pages(NamedTuple):
     frontend: str
     worker: str
-
-
-def metrics_url(worker: Spawned) -> str:
-    found = re.search(r"metrics: (http://\S+)", worker.log.read_text())
-    assert found is not None, worker.log.read_text()
-    return found[1]
 
 
 async def page(http: httpx.AsyncClient, url: str) -> str:

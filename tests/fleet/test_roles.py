@@ -238,6 +238,14 @@ async def test_a_reload_adds_and_removes_keys_while_the_rest_stays(server: NatsS
         await stays.ensure_bucket(FLEET.state)
 
 
+async def test_an_answer_that_nats_refuses_is_a_warning(
+    server: NatsServer, folder: KeyFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(server, folder, "worker") as bus:
+        await bus.nc.publish("_INBOX.another.1", b"nothing was asked")
+        await until(lambda: "an answer is lost" in caplog.text)
+
+
 # ---- the folder ----
 
 

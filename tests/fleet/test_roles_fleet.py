@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import pytest
 from rl_plane.bus.credentials import NatsCredentials
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.cli import main
-from rl_plane.errors import PermissionDenied
+from rl_plane.errors import PermissionDenied, Unauthorized
 from rl_plane.publish import WeightPublisher
 from rl_plane.sync import SyncRlClient
 from tests.support.paths import ROOT
+from tests.support.range_server import RangeServer
 from tests.support.started_command import BACK_S, READY_S, Started, eventually
 from worker.engines.fake.adapter import make_fake_model
 from worker.receive.staging import model_digest
@@ -29,6 +31,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 if sys.platform != "linux":
     pytest.skip("reads /proc, and relies on PR_SET_PDEATHSIG", allow_module_level=True)
+
+LARGE = 1 << 18
+"""Bytes of each tensor: more than the first request of a file brings."""
 
 
 @pytest.fixture
@@ -54,10 +59,10 @@ def client(ready: dict[str, Any], folder: KeyFolder, role: str) -> SyncRlClient:
     return SyncRlClient.connect(ready["nats_url"], credentials=NatsCredentials(nkey=folder.seed_of(role)))
 
 
-def serving(fleet: SyncRlClient, label: str) -> Callable[[], bool]:
+def serving(fleet: SyncRlClient, label: str, count: int = 2) -> Callable[[], bool]:
     def check() -> bool:
         workers = fleet.run("state", {"min_workers": 0})["workers"]
-        return len(workers) == 2 and all(
+        return len(workers) == count and all(
             row["status"] == "ok" and row["admission"]["open"] and row["applied_weight_version"] == label
             for row in workers
         )
@@ -122,6 +127,44 @@ def test_a_fleet_with_roles_does_everything(
         started.line(READY_S, event="back", name="frontend")
         eventually(serving(service, "step_4"), READY_S, "the fleet has not recovered")
         assert generate(ready)["choices"]
+
+
+def test_an_update_commits_while_nats_reads_its_keys_again(tmp_path: Path, folder: KeyFolder) -> None:
+    """NATS forgets then who may answer: the worker's answer to what it was asked before is refused."""
+    weights = tmp_path / "weights"
+    model = make_fake_model(weights / "new", seed=1, tensors=4, nbytes=LARGE)
+    served = make_fake_model(tmp_path / "served", seed=0, tensors=4, nbytes=LARGE)
+    server = RangeServer(weights)
+    argv = ["--keys", str(folder.path), "--model", str(served), "--weight-url", server.url]
+    argv += ["--store", str(tmp_path / "store"), "--rl-port", "0", "--http-port", "0"]
+    started = Started(tmp_path, "up", "--engine", "fake", *argv)
+    try:
+        ready = started.line(READY_S, ready="up")
+        server.behaviour.hold_after = LARGE
+        with client(ready, folder, "trainer") as trainer, ThreadPoolExecutor() as pool:
+            eventually(serving(trainer, "initial", 1), READY_S, "sequence 0 is not served")
+            body = {
+                "transport": {"backend": "http", "url": f"{server.url}/{model.name}"},
+                "policy": {"prepare_timeout_s": BACK_S},
+            }
+            update = pool.submit(trainer.run, "update_weights", body)
+            assert server.behaviour.held.wait(BACK_S)
+            added = folder.add("trainer", "run-7")
+            os.kill(ready["nats_pid"], signal.SIGHUP)
+            eventually(lambda: knows(ready, folder, added.name), BACK_S, "NATS has not read the new key")
+            server.behaviour.go.set()
+            assert update.result(READY_S)["version"]["digest"] == model_digest(model)
+    finally:
+        started.end()
+        server.close()
+
+
+def knows(ready: dict[str, Any], folder: KeyFolder, name: str) -> bool:
+    try:
+        client(ready, folder, name).close()
+    except Unauthorized:
+        return False
+    return True
 
 
 def test_the_health_check_of_a_container_takes_a_key_of_its_own(

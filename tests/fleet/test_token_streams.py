@@ -303,6 +303,40 @@ async def test_a_reader_in_no_hurry_looks_now_and_then(nats: NatsServer) -> None
                 assert [message["n"] for message in await anext(batches)] == [number]
 
 
+async def test_a_worker_that_reconnects_later_than_its_frontend_counts_as_alive(
+    own_nats: tuple[NatsServer, Plane],
+) -> None:
+    server, plane = own_nats
+    faults, refused = BusFaults(), asyncio.Event()
+
+    def noted(message: Msg) -> None:
+        if not message.data:
+            refused.set()
+
+    async def nothing(message: Msg) -> None:
+        pass
+
+    faults.after = noted
+    there, here = await Bus.connect(server.url), await faults.connect(server.url, "receiver", BOUND_S)
+    await there.subscribe("worker", nothing)
+    await there.flush()
+    receiver = StreamReceiver(here)
+    await receiver.start()
+    stream = await receiver.open("worker", "s", {"messages": 0})
+    await here.flush()
+    server.kill()
+    await plane.until(lambda: not here.nc.is_connected)
+    await stream.ask_again()  # nats-py sends it first when NATS is back
+    await there.close()
+    server.start()
+    async with asyncio.timeout(BOUND_S):
+        await refused.wait()
+        stream.put({"n": 0, "end": True})
+        assert [message["n"] async for message in messages_of(stream)] == [0]
+    await receiver.stop()
+    await here.close()
+
+
 # ---- between the threads of a worker ----
 
 

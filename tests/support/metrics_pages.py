@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from typing import TYPE_CHECKING
+
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+
+if TYPE_CHECKING:
+    from tests.conftest import Spawned
+
+
+def metrics_url(worker: Spawned) -> str:
+    """The address of the metrics of a worker that serves them."""
+    found = re.search(r"metrics: (http://\S+)", worker.log.read_text())
+    assert found is not None, worker.log.read_text()
+    return found[1]
 
 
 def samples(page: str) -> list[Sample]:

@@ -95,6 +95,8 @@ class Dispatcher:
         self.answers: Counter[tuple[str, ...]] = Counter()
         """Op and outcome (ok, skipped, or the error's code) → the number of answers. A name that is no op counts as
         `other`."""
+        self._under_way: set[tuple[str, bytes]] = set()
+        """The inbox and the bytes of each message whose op runs."""
         self._pipeline_stage = pipeline_stage
         self._pools: dict[Pool, OpPool] = {
             "control": OpPool("ops", MAX_OPS),
@@ -121,6 +123,8 @@ class Dispatcher:
 
     async def _message(self, bus: Bus, message: Msg, direct: bool, reads: bool = False) -> None:
         """`reads`: the message came by the subject for ops that change nothing."""
+        if (message.reply, message.data) in self._under_way:
+            return  # a caller asks again: the answer to its first message will reach it
         start = time.monotonic()
         form = format_of(message.data)
         request, span = UNREAD, OFF
@@ -153,10 +157,14 @@ class Dispatcher:
                 return
 
             async def finish(outcome: Outcome) -> None:
-                await self._finish(bus, message, request, op, outcome, start, form, span)
+                try:
+                    await self._finish(bus, message, request, op, outcome, start, form, span)
+                finally:
+                    self._under_way.discard((message.reply, message.data))
 
             with tracing.using(span):  # the op runs in a task, which has this span as its current one
                 self._pools[op.pool].start(outcome, finish)
+            self._under_way.add((message.reply, message.data))
         except PlaneError as error:
             await self._answer(bus, message, self._failed(request, start, error), form, span)
         except Exception as error:

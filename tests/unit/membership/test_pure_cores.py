@@ -397,6 +397,8 @@ def test_a_sender_is_abandoned_after_a_silence_and_not_before() -> None:
     assert sender.abandoned(5.1 + ABANDONED_AFTER_S)
     sender.credit(0, 0, False, 20.0)
     assert not sender.abandoned(29.0)
+    sender.cut_off(30.0)
+    assert not sender.abandoned(30.0 + ABANDONED_AFTER_S), "a sender without a connection hears no receiver"
 
 
 # ---- judging a prepare ----

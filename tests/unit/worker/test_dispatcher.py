@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ class Asked:
         self.go = asyncio.Event()
         self.at_work, self.full = 0, asyncio.Event()
         """Set when as many ops that tokenize have begun as may run at once."""
+        self._inboxes = (f"_INBOX.{number}" for number in itertools.count())
         self._bus: Any = SimpleNamespace(nc=self, subscribe=self.subscribe)
         self._callbacks: dict[str, Callable[[Msg], Awaitable[None]]] = {}
 
@@ -57,11 +59,14 @@ class Asked:
     async def publish(self, subject: str, data: bytes) -> None:
         self.answers.put_nowait(json.loads(data))
 
-    async def ask(self, op: str, timeout_ms: int | None = None, **body: Any) -> None:
+    async def ask(self, op: str, timeout_ms: int | None = None, inbox: str = "", **body: Any) -> None:
+        """`inbox`: the same for a message that is sent again."""
         await self.dispatcher.listen(self._bus, SUBJECTS)
         subject = SUBJECTS.rl_direct(INSTANCE)
         request = {"op": op, "body": body, "timeout_ms": timeout_ms, "fence": 1, "incarnation": INCARNATION}
-        message: Any = Msg(self._bus.nc, subject, reply="_INBOX.r", data=json.dumps(request).encode())
+        message: Any = Msg(
+            self._bus.nc, subject, reply=inbox or next(self._inboxes), data=json.dumps(request).encode()
+        )
         await self._callbacks[subject](message)
 
     async def answer(self) -> dict[str, Any]:
@@ -85,6 +90,21 @@ async def test_ops_that_tokenize_leave_room_for_other_ops() -> None:
     await asyncio.sleep(0)  # the tasks' ends, which come after their answers
     await asked.ask("tokenize", prompt="a")
     assert (await asked.answer())["status"] == "ok"
+    await asked.dispatcher.stop()
+
+
+async def test_a_message_that_is_sent_again_starts_no_second_op_beside_the_first() -> None:
+    asked = Asked({"digest": "d"})
+    for _ in range(3):
+        await asked.ask("check_weights", inbox="_INBOX.same", action="checksum")
+    asked.go.set()
+    assert (await asked.answer())["status"] == "ok"
+    assert asked.at_work == 1
+    await asyncio.sleep(0)  # the task's end, which comes after its answer
+    await asked.ask("check_weights", inbox="_INBOX.same", action="checksum")
+    assert (await asked.answer())["status"] == "ok", "the first answer may be lost"
+    assert asked.at_work == 2
+    assert asked.answers.empty()
     await asked.dispatcher.stop()
 
 
