@@ -512,7 +512,7 @@ class Fleet:
         if "min_workers" not in call.select.model_fields_set:  # an empty fleet has nothing to wait for
             call = replace(call, select=call.select.model_copy(update={"min_workers": 0}))
         await members_of(call)
-        waiting, silent = 0, []
+        waiting, silent = 0, list[str]()
         if call.select.workers is None:
             waiting, silent, made = await self._abort_waiting(call)
             if made:

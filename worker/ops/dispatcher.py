@@ -123,7 +123,8 @@ class Dispatcher:
 
     async def _message(self, bus: Bus, message: Msg, direct: bool, reads: bool = False) -> None:
         """`reads`: the message came by the subject for ops that change nothing."""
-        if (message.reply, message.data) in self._under_way:
+        asked = answer_subject(message), message.data
+        if asked in self._under_way:
             return  # a caller asks again: the answer to its first message will reach it
         start = time.monotonic()
         form = format_of(message.data)
@@ -160,11 +161,11 @@ class Dispatcher:
                 try:
                     await self._finish(bus, message, request, op, outcome, start, form, span)
                 finally:
-                    self._under_way.discard((message.reply, message.data))
+                    self._under_way.discard(asked)
 
             with tracing.using(span):  # the op runs in a task, which has this span as its current one
                 self._pools[op.pool].start(outcome, finish)
-            self._under_way.add((message.reply, message.data))
+            self._under_way.add(asked)
         except PlaneError as error:
             await self._answer(bus, message, self._failed(request, start, error), form, span)
         except Exception as error:
