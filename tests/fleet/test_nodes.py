@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,23 @@ import pytest
 from rl_plane._util import tracing
 from rl_plane._util.otel import exported_spans
 from rl_plane._util.tasks import Cancelled, never
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
+from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import NatsServer
-from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable
+from rl_plane.errors import (
+    Conflict,
+    EngineFailed,
+    InvalidRequest,
+    InvalidWeights,
+    PlaneError,
+    Unauthorized,
+    Unavailable,
+)
 from rl_plane.protocol.subjects import Subjects
 from tests.support.otlp_receiver import collector
+from tests.support.role_walk import server_with_keys
+from tests.support.started_command import eventually
 from tests.support.zygote import fork_module
 from worker.engines.fake.adapter import make_fake_model
 from worker.nodes.facts import node_facts
@@ -49,6 +63,10 @@ class Agents:
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = numbers
         self.begun = threading.Event()
+        self.go = threading.Event()
+        """The op `hold` of rank 1 waits for it."""
+        self.held = 0
+        """The number of these ops that have begun."""
         self.ended = threading.Event()
 
     @property
@@ -69,6 +87,10 @@ class Agents:
                 threading.Event().wait(0.01)
             self.ended.set()
             raise EngineFailed("staging was cancelled")
+        if op == "hold" and 1 in self.numbers:
+            self.held += 1
+            self.begun.set()
+            assert self.go.wait(BOUND_S)
         if op == "refuse" and 1 in self.numbers:
             raise InvalidWeights("the tensor x is missing", field="transport")
         if op == "large":
@@ -81,15 +103,15 @@ class Part:
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = numbers
-        self._agents = Agents(numbers)
-        self.begun, self.ended = self._agents.begun, self._agents.ended
+        self.agents = Agents(numbers)
+        self.begun, self.ended = self.agents.begun, self.agents.ended
         self.hung: list[str] = []
 
     def ask(
         self, group: str, op: str, body: Mapping[str, Any], cancelled: Cancelled, timeout_s: float
     ) -> list[Any]:
         assert group == "ranks"
-        return self._agents.ask(op, body, cancelled=cancelled, timeout_s=timeout_s)
+        return self.agents.ask(op, body, cancelled=cancelled, timeout_s=timeout_s)
 
     def silent(self, within_s: float) -> list[str]:
         return self.hung
@@ -98,8 +120,8 @@ class Part:
 class Links:
     """The links of one test's nodes."""
 
-    def __init__(self, url: str, namespace: str) -> None:
-        self._place = NodePlace(url, Subjects(namespace, COMPONENT), INSTANCE)
+    def __init__(self, url: str, namespace: str, credentials: NatsCredentials = NO_CREDENTIALS) -> None:
+        self._place = NodePlace(url, Subjects(namespace, COMPONENT), INSTANCE, credentials)
         self._made: list[NodeLink] = []
         self.hang_s = HANG_S
         """The silence after which the nodes made from now on take each other for hung."""
@@ -395,6 +417,76 @@ def test_digests_of_other_weights_are_refused(links: Links) -> None:
     head.check_digests({}, "digest of 1")
     with pytest.raises(Conflict, match=r"has loaded digest of 1, and the head digest of 0"):
         head.check_digests({}, "digest of 0")
+
+
+# ---- without NATS ----
+
+
+PATIENT = replace(TIMINGS, gone_s=BOUND_S)
+"""A node may listen again later than the other one."""
+
+
+def test_an_answer_that_nats_refuses_comes_again(namespace: str, tmp_path: Path) -> None:
+    """NATS forgets who may answer when it reads its keys again. An outage can lose an answer, too."""
+    folder = KeyFolder(tmp_path / "keys")
+    folder.init(namespace, [COMPONENT])
+    with server_with_keys(folder) as server:
+        links = Links(server.url, namespace, NatsCredentials(nkey=folder.seed_of("worker")))
+        try:
+            *_, client, _, there = links.pair()
+            answers: list[list[Any]] = []
+            caller = threading.Thread(target=lambda: answers.append(client.ask("hold", timeout_s=BOUND_S)))
+            caller.start()
+            assert there.begun.wait(BOUND_S)
+            added = folder.add("service", "new")
+            server.process.send_signal(signal.SIGHUP)
+            eventually(partial(_knows, server.url, folder.seed_of(added.name)), BOUND_S, "no new key")
+            there.agents.go.set()
+            caller.join(BOUND_S)
+            assert answers == [[{"rank": 0}, {"rank": 1}]]
+            assert there.agents.held == 1
+        finally:
+            links.close()
+
+
+def _knows(url: str, seed: Path) -> bool:
+    async def connect() -> None:
+        await (await Bus.connect(url, credentials=NatsCredentials(nkey=seed))).close()
+
+    try:
+        asyncio.run(connect())
+    except Unauthorized:
+        return False
+    return True
+
+
+def test_the_start_of_an_engine_survives_an_outage_of_nats(
+    namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = NatsServer()
+    server.start()
+    links = Links(server.url, namespace)
+    links.timings, links.hang_s = PATIENT, BOUND_S
+
+    def through_an_outage(work: Callable[[], object]) -> None:
+        caplog.clear()
+        server.kill()
+        eventually(lambda: caplog.text.count("connection to NATS is lost") == 2, BOUND_S, "not noticed")
+        with ThreadPoolExecutor() as pool:
+            working = pool.submit(work)
+            server.start()  # on this thread: the server ends with the thread that has started it
+            working.result(BOUND_S)
+
+    try:
+        head, node = links.head(), links.node()
+        assert together(head.gather, node.join) == [None, None]
+        through_an_outage(lambda: node.serve(cast(NodePart, Part([1]))))
+        head.wait_built()
+        through_an_outage(lambda: head.check_digests({}, "digest of 1"))
+        assert (head.lost, node.lost) == (None, None)
+    finally:
+        links.close()
+        server.stop()
 
 
 # ---- losing ----

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rl_plane.bus.connection import SERVICE_CONNECT_S
 from rl_plane.errors import (
     BusUnreachable,
     DeadlineExceeded,
@@ -118,17 +119,15 @@ class FollowerLink(NodeLink):
     def serve(self, part: NodePart) -> None:
         """Reports that this node's part of the engine runs, and answers for its agents from now on."""
         self._part = part
-        self.run(self._tell("built", ranks=list(part.numbers)))
+        self.run(self.ask_surely(0, "built", SERVICE_CONNECT_S, self.head.incarnation, ranks=list(part.numbers)))
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._look()))
-
-    async def _tell(self, op: str, **body: Any) -> None:
-        await self.ask_node(0, op, self.timings.ping_timeout_s, self.head.incarnation, **body)
 
     def tell_end(self, why: str) -> None:
         """Tells the head that this node's part of the engine has ended."""
         if self._head is not None:
             with contextlib.suppress(Exception):
-                self.run(self._tell("ended", why=why), self.timings.farewell_s)
+                told = self.ask_node(0, "ended", self.timings.ping_timeout_s, self.head.incarnation, why=why)
+                self.run(told, self.timings.farewell_s)
 
     async def _look(self) -> None:
         """Notes which agents don't answer, for the head's pings."""

@@ -52,7 +52,7 @@ BUILT_WAIT_S = 1800.0
 """The time from the start of the head's part until the other parts are there. They load the model side by side."""
 
 DIGEST_WAIT_S = 1800.0
-"""NATS lets a node answer for half an hour: a terabyte at 600 MB/s."""
+"""A terabyte at 600 MB/s."""
 
 BEGIN_WAIT_S = 120.0
 """Seconds for the agents of a node to describe the model. They import torch meanwhile."""
@@ -211,7 +211,7 @@ class HeadLink(NodeLink):
         """Asks all other nodes at the same time. Returns each with its answer."""
 
         async def gathered() -> list[dict[str, Any]]:
-            asked = [self.ask_node(node.rank, op, timeout_s, node.incarnation, **body) for node in self.nodes]
+            asked = [self.ask_surely(node.rank, op, timeout_s, node.incarnation, **body) for node in self.nodes]
             return await asyncio.gather(*asked)
 
         return list(zip(self.nodes, self.run(gathered()), strict=True))
@@ -399,7 +399,7 @@ class NodeCalls:
     async def _ask(self, node: NodeEntry) -> None:
         span = self._span.child("host", host=node.host, node_rank=node.rank, op=self._op, agents=self._group)
         try:
-            reply = await self._link.ask_node(
+            reply = await self._link.ask_surely(
                 node.rank,
                 "ask",
                 self._timeout_s + ANSWER_MARGIN_S,
@@ -443,9 +443,7 @@ class NodeCalls:
 
     async def _cancel(self, node: NodeEntry) -> None:
         with contextlib.suppress(PlaneError):
-            await self._link.ask_node(
-                node.rank, "cancel", self._link.timings.ping_timeout_s, node.incarnation, call=self._id
-            )
+            await self._link.ask_surely(node.rank, "cancel", CANCEL_WAIT_S, node.incarnation, call=self._id)
 
     def end(self) -> None:
         """Waits until the call has ended on every node, after an error."""

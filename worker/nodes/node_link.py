@@ -61,6 +61,12 @@ LOOK_AGAIN_S = 0.5
 never answer it. To the next question NATS itself replies that no process listens. After three such replies, 0.1 s
 apart, the node counts as gone."""
 
+ASK_AGAIN_S = 5.0
+"""A node that has not answered is asked again after this time: the message, or its answer, may be lost."""
+
+KEPT_ANSWERS = 64
+"""The last answers that a node keeps, for messages that come again."""
+
 UNPACKED_BYTES = 1 << 26
 """An answer may have so many bytes when it is unpacked: the tensor names of the largest models take less than half."""
 
@@ -146,6 +152,10 @@ class NodeLink(ABC):
         self._bus: Bus | None = None
         self._gather: Gather | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._inboxes: dict[tuple[str, str], str] = {}
+        """The op and the call of each message that is carried out → the inbox in which the caller waits now."""
+        self._kept: dict[tuple[str, str], bytes] = {}
+        """The op and the call of each message that was carried out → its answer. The oldest comes first."""
         self._waited_for: set[Future[Any]] = set()
         """The work for which threads wait in `run`."""
         self._lost: str | None = None
@@ -253,27 +263,48 @@ class NodeLink(ABC):
         self._spawn(self._answer(message))
 
     async def _answer(self, message: Msg) -> None:
-        reply: Mapping[str, Any]
+        """Carries a message out, and answers it. A message with a `call` may come again, and is carried out once."""
+        inbox = answer_subject(message)
         try:
             body = unpack(message.data)
+        except InvalidRequest as error:
+            await self._publish(inbox, pack({"error": error.to_wire()}))
+            return
+        if "call" not in body:
+            await self._publish(inbox, await self._handled(body))
+            return
+        call = str(body.get("op")), str(body["call"])
+        if (answer := self._kept.get(call)) is None:
+            is_first = call not in self._inboxes
+            self._inboxes[call] = inbox
+            if not is_first:
+                return
+            answer = await self._handled(body)
+            inbox = self._inboxes.pop(call)
+            self._kept[call] = answer
+            while len(self._kept) > KEPT_ANSWERS:
+                del self._kept[next(iter(self._kept))]
+        await self._publish(inbox, answer)
+
+    async def _handled(self, body: Mapping[str, Any]) -> bytes:
+        """Carries a message out, and returns the answer."""
+        try:
             if body.get("to") not in (None, self.me.incarnation):
                 raise Conflict(f"node rank {self.me.rank} is another process now: {self.me.name}")
             handler = self._handlers().get(str(body.get("op")))
             if handler is None:
                 raise InvalidRequest(f"a node has no {body.get('op')!r}", field="op", fix="update all nodes")
-            reply = await handler(body)
+            return pack(await handler(body))
         except PlaneError as error:
-            reply = {"error": error.to_wire()}
+            return pack({"error": error.to_wire()})
         except Exception as error:
             log.exception("a message of another node")
-            reply = {"error": EngineFailed(f"{type(error).__name__}: {error}").to_wire()}
-        if (inbox := answer_subject(message)) and self._bus is not None:
-            try:
-                packed = pack(reply)
-            except PayloadTooLarge as error:
-                packed = pack({"error": error.to_wire()})
+            return pack({"error": EngineFailed(f"{type(error).__name__}: {error}").to_wire()})
+
+    async def _publish(self, inbox: str, answer: bytes) -> None:
+        if inbox and self._bus is not None:
             with contextlib.suppress(nats.errors.Error):
-                await self._bus.nc.publish(inbox, packed)
+                await self._bus.nc.publish(inbox, answer)
 
     @abstractmethod
     def _handlers(self) -> Mapping[str, Handler]:
@@ -286,6 +317,33 @@ class NodeLink(ABC):
 
         WorkerLost: no process listens there. DeadlineExceeded: no answer came. Conflict: another process has the node
         rank. `to`: the process that is meant."""
+        return _checked(await self._reply(rank, op, timeout_s, to, body))
+
+    async def ask_surely(
+        self, rank: int, op: str, timeout_s: float, to: str, call: str = "", **body: Any
+    ) -> dict[str, Any]:
+        """Like `ask_node`, but asks again while NATS is away or the answer may be lost, until this link or the time is
+        lost. The node carries the message out once. `call`: its id. Empty: a new one."""
+        give_up = time.monotonic() + timeout_s
+        body["call"] = call or secrets.token_hex(8)
+        while True:
+            within_s = min(ASK_AGAIN_S, max(0.0, give_up - time.monotonic()))
+            try:
+                reply = await self._reply(rank, op, within_s, to, body)
+                break
+            except DeadlineExceeded:
+                if self._lost is not None or time.monotonic() >= give_up:
+                    raise _silent(rank, op, timeout_s) from None
+            except (BusUnreachable, WorkerLost):
+                if self._lost is not None or time.monotonic() >= give_up:
+                    raise
+                await asyncio.sleep(JOIN_S)
+        return _checked(reply)
+
+    async def _reply(
+        self, rank: int, op: str, timeout_s: float, to: str | None, body: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Sends a message to a node, and returns its answer, which may be an error."""
         assert self._gather is not None, "connected"
         subject = self._place.subjects.node(self._place.instance_id, rank)
         sent = pack({"op": op, "to": to, "rank": self.me.rank, "from": self.me.incarnation, **body})
@@ -293,11 +351,8 @@ class NodeLink(ABC):
         if answer is Missing.LOST:
             raise WorkerLost(f"node rank {rank} does not listen")
         if isinstance(answer, Missing):
-            raise DeadlineExceeded(f"node rank {rank} did not answer {op} within {timeout_s:g} s")
-        reply = unpack(answer)
-        if "error" in reply:
-            raise error_from_wire(reply["error"])
-        return reply
+            raise _silent(rank, op, timeout_s)
+        return unpack(answer)
 
     @abstractmethod
     async def _tell_refusal(self, refusal: PlaneError) -> None:
@@ -363,6 +418,17 @@ class NodeLink(ABC):
         log.error("%s", why)
         for tell in listeners:
             tell(why)
+
+
+def _silent(rank: int, op: str, timeout_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"node rank {rank} did not answer {op} within {timeout_s:g} s")
+
+
+def _checked(reply: dict[str, Any]) -> dict[str, Any]:
+    """Returns a node's answer, or raises the error that it is."""
+    if "error" in reply:
+        raise error_from_wire(reply["error"])
+    return reply
 
 
 def pack(body: Mapping[str, Any]) -> bytes:
