@@ -21,7 +21,7 @@ from rl_plane.cli.setting_types import INSTANCE_ID
 from rl_plane.cli.settings import SETTINGS, Command, command
 from rl_plane.cli.show import absent, show, weights_differ
 from rl_plane.cli.wait_display import STATE_BODY, STATE_S, TICK_S, ReadState, seconds_shown
-from rl_plane.errors import DeadlineExceeded, NoWorkers, PermissionDenied
+from rl_plane.errors import DeadlineExceeded, NoWorkers, PermissionDenied, PlaneError
 from rl_plane.fleet.http_client import call_facade
 from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp
 from rl_plane.protocol.strict_json import load_json_object
@@ -256,18 +256,28 @@ def _earlier(label: str | None, sequence: int | None) -> dict[str, Any]:
 
 
 def ask(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[str, Any]:
-    """Carries out an op of the fleet through a frontend, or over NATS. DeadlineExceeded after `bound_s` seconds."""
+    """Carries out an op of the fleet through a frontend, or over NATS. DeadlineExceeded after `bound_s` seconds. An op
+    whose route names one worker is one call for each; none is made if one of the workers is not there."""
     if over_nats(given):
         return _over_nats(op, body, bound_s, given)
     values = given.values
     request_id = uuid.uuid4().hex
 
-    def call(part: dict[str, Any]) -> dict[str, Any]:
+    def call(part: dict[str, Any], op: str = op) -> dict[str, Any]:
         return call_facade(values["url"], values["admin_key"], op, part, bound_s, request_id)
 
     if not FLEET_OPS[op].worker_in_path:
         return waiting(op, lambda: call(body), bound_s, given)
-    replies = [waiting(op, partial(call, {**body, "workers": [one]}), bound_s, given) for one in body["workers"]]
+    if len(body["workers"]) > 1:
+        waiting("workers", partial(call, body, "workers"), bound_s, given)
+    replies: list[dict[str, Any]] = []
+    for number, one in enumerate(body["workers"]):
+        try:
+            replies.append(waiting(op, partial(call, {**body, "workers": [one]}), bound_s, given))
+        except PlaneError as error:
+            if done := body["workers"][:number]:
+                error.message = f"{one}: {error.message}; {op} is done for {', '.join(done)}"
+            raise
     rows = [row for reply in replies for row in reply["workers"]]
     return {**replies[-1], "workers": rows, "elapsed_s": sum(reply.get("elapsed_s", 0.0) for reply in replies)}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.cli.output import say
+from rl_plane.cli.settings import DEMO_STEPS
 from rl_plane.demo.fleet import DemoFleet
 from rl_plane.demo.report import FLEET, MEAN_OVER, make_report, write_picture, write_report
 from rl_plane.demo.reward import REWARD_TEXT
@@ -23,11 +24,11 @@ from rl_plane.demo.table import LiveTable
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError
 
 DEADLINE_S = 225.0
-"""The bound in seconds of a run with `hf`. A run takes a minute or two; with the stop and the picture it stays below
-four minutes."""
+"""The bound in seconds of a run of DEMO_STEPS with `hf`. A run takes a minute or two; with the stop and the picture it
+stays below four minutes."""
 ENGINE_DEADLINE_S = 600.0
-"""The bound in seconds of a run with another engine. vLLM and SGLang take most of a minute to start, at the beginning
-and after the kill."""
+"""The bound in seconds of such a run with another engine. vLLM and SGLang take most of a minute to start, at the
+beginning and after the kill."""
 KILL_AT = 0.4
 WHOLE_FLEET_FROM = 0.75
 """Two shares of the steps. After the share KILL_AT the demo kills a worker. After the share WHOLE_FLEET_FROM the
@@ -39,6 +40,11 @@ POLL_S = 0.1
 INTERRUPTED = 130
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NEEDED = ("torch", "transformers", "safetensors", "blake3", "xxhash", "starlette", "uvicorn", "matplotlib")
+
+
+def deadline_s(steps: int, engine: str) -> float:
+    """The bound in seconds of a run. More steps than DEMO_STEPS take longer in proportion."""
+    return (DEADLINE_S if engine == "hf" else ENGINE_DEADLINE_S) * max(1.0, steps / DEMO_STEPS)
 
 
 class Demo:
@@ -218,7 +224,7 @@ async def _run(story: Story, logs: Path, model: Path | None, seed: int, engine: 
     fleet = DemoFleet(logs, model, seed, engine)
     try:
         with interruptible():
-            await Demo(fleet, story, table, DEADLINE_S if engine == "hf" else ENGINE_DEADLINE_S).run()
+            await Demo(fleet, story, table, deadline_s(story.planned, engine)).run()
     finally:
         table.end()
         await fleet.stop()

@@ -14,6 +14,7 @@ from rl_plane.cli.explain.wording import in_brackets, seconds
 from rl_plane.cli.explain.worker_findings import of_departed, of_request, of_starting, of_worker
 from rl_plane.cli.output import one_line
 from rl_plane.errors import InvalidRequest, NotFound
+from rl_plane.protocol.generation import names_of
 
 SHOWN_MATCHES = 5
 """The ids that an ambiguous prefix lists."""
@@ -84,6 +85,10 @@ def identify(facts: KnownFacts, given: str) -> tuple[str, str]:
     begins = [one for one in ids if given and one[1].startswith(given)]
     if len(begins) == 1:
         return begins[0]
+    if begins and len(whole := {(kind, names_of(one)[-1]) for kind, one in begins}) == 1:
+        kind, reply = whole.pop()
+        if kind == "request":  # its choices
+            return kind, reply
     if begins:
         listed = ", ".join(f"{kind} {one}" for kind, one in begins[:SHOWN_MATCHES])
         more = f" and {len(begins) - SHOWN_MATCHES} more" if len(begins) > SHOWN_MATCHES else ""
@@ -93,8 +98,8 @@ def identify(facts: KnownFacts, given: str) -> tuple[str, str]:
     gap = f" (not read: {', '.join(facts.missing)})" if facts.missing else ""
     raise NotFound(
         f"{facts.asked} knows no worker, update or request {given!r}; searched: {len(facts.workers)} workers, "
-        f"{len(facts.left)} that left, {len(facts.updates)} updates, {len(facts.requests)} running requests, "
-        f"{len(facts.records)} records{gap}",
+        f"{len(facts.left)} that left, {len(facts.updates)} updates, the running requests and the given "
+        f"records{gap}",
         fix="take a worker's id from `rl-plane workers`, an update's id or label from `rl-plane updates --json`, a "
         "request's id from its reply or GET /v1/rl/requests. An ended request is only in records: --records DIR. "
         "One of another component: --component NAME",
@@ -199,31 +204,41 @@ def explain_update(facts: KnownFacts, update_id: str) -> Explanation:
 
 
 def explain_request(facts: KnownFacts, request_id: str) -> Explanation:
-    row = next((one for one in facts.requests if one["id"] == request_id), None)
-    if row is None:
+    rows = _choices(facts.requests, request_id)
+    if not rows:
         return _recorded(facts, request_id)
-    found = of_request(row, always=True)
-    words = f"request {request_id} runs since {seconds(row['elapsed_s'])}"
-    worker = row["worker"]
-    mine = [one for one in facts.rows if one["instance_id"] == worker]
+    found = [one for row in rows for one in of_request(row, always=True)]
+    words = f"request {request_id} runs since {seconds(max(row['elapsed_s'] for row in rows))}"
+    workers = {row["worker"] for row in rows}
+    mine = [one for one in facts.rows if one["instance_id"] in workers]
     found += [one for each in mine for one in of_worker(facts, each)]
     found += [one for one in findings(facts) if one.kind in ("nats", "pause")]
     lines = []
     for each in mine:
         if each.get("status") == "ok":
-            lines.append(f"worker {worker} has {each['running']} running and {each['waiting']} waiting requests")
+            name = each["instance_id"]
+            lines.append(f"worker {name} has {each['running']} running and {each['waiting']} waiting requests")
+    lines += _ends(_choices(facts.records, request_id))
     return _made(facts, "request", request_id, words, lines, found, [])
 
 
+def _choices(rows: Sequence[Row], request_id: str) -> list[Row]:
+    """The rows of one choice, or of all choices of a reply."""
+    return [one for one in rows if request_id in names_of(str(one["id"]))]
+
+
 def _recorded(facts: KnownFacts, request_id: str) -> Explanation:
-    records = [one for one in facts.records if one["id"] == request_id]
+    records = _choices(facts.records, request_id)
     one = records[-1]
     first = f", the first token after {one['first_token_s']:.2f} s" if one["first_token_s"] is not None else ""
     words = (
         f"request {request_id} has ended ({one['outcome']}, {one['finish_reason']}) after {one['seconds']:.2f} s"
     )
-    lines = [f"choice {each['index']}: {len(each['token_ids'])} tokens by {_spans(each)}" for each in records]
-    return _made(facts, "request", request_id, words + first, lines, [], [])
+    return _made(facts, "request", request_id, words + first, _ends(records), [], [])
+
+
+def _ends(records: Sequence[Row]) -> list[str]:
+    return [f"choice {each['index']}: {len(each['token_ids'])} tokens by {_spans(each)}" for each in records]
 
 
 def _spans(record: Row) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as NoResult
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlencode
 
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
 from rl_plane.cli.explain.wording import GONE, STOPPED, process_of
@@ -50,7 +51,8 @@ def read_facts(given: Command, *, past: bool = True, request_id: str | None = No
         given: The command, with the settings of `REACH`.
         past: Reads events, history and running requests too.
         wanted: The number of workers that the operator expects. 0: as many as the frontend expects.
-        request_id: Read the records of this request, if the command names a folder of records.
+        request_id: Read only the running choices whose ids begin so, and the records of this request, if the command
+            names a folder of records.
 
     Raises:
         PlaneError: the frontend, or NATS, does not answer, or refuses the key.
@@ -58,7 +60,7 @@ def read_facts(given: Command, *, past: bool = True, request_id: str | None = No
     component = one_component(given)
     timeout_s = given.values["timeout_s"] or READ_S
     read = _over_nats if over_nats(given) else _over_http
-    facts = read(given, component, timeout_s, past)
+    facts = read(given, component, timeout_s, past, request_id or "")
     folder = given.values.get("records_dir")
     records = _records(Path(folder), request_id) if folder is not None and request_id is not None else []
     return KnownFacts(
@@ -85,7 +87,9 @@ def _ops(op: Callable[..., Part], past: bool) -> dict[str, Part]:
     }
 
 
-def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past: bool) -> dict[str, Any]:
+def _over_http(
+    given: Command, component: dict[str, Any], timeout_s: float, past: bool, request_id: str
+) -> dict[str, Any]:
     values = given.values
     url, key = values["url"], values["admin_key"]
     base = url.rstrip("/").removesuffix("/v1/rl") + "/v1/rl"
@@ -99,18 +103,18 @@ def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past
         parts["events"] = lambda: [
             (kind, data) for _, kind, data in read_events(url, key, PAST_S, None, False, name)
         ]
-        parts["requests"] = lambda: call_json(f"{base}/requests", None, key, timeout_s)
     # The frontend answers this from its memory, so an error means that it does not answer at all, or refuses the key.
     try:
         about = _within(timeout_s, lambda: call_json(f"{base}/about", None, key, timeout_s))
     except PlaneError as error:
         _raise_unreachable(error, base.removesuffix("/v1/rl"))
-    found, errors = _side_by_side(parts, timeout_s if about["nats"]["connected"] else min(timeout_s, LOST_S))
     shown = name or about.get("component")
+    if past:
+        # A reply lists at most 1,000 choices, so it is asked for these alone.
+        chosen = urlencode({field: one for field, one in (("component", shown), ("id", request_id)) if one})
+        parts["requests"] = lambda: call_json(f"{base}/requests?{chosen}", None, key, timeout_s)
+    found, errors = _side_by_side(parts, timeout_s if about["nats"]["connected"] else min(timeout_s, LOST_S))
     found["about"] = {**about, **about.get("components", {}).get(shown, {})}
-    if "requests" in found:
-        rows = found["requests"]["requests"]
-        found["requests"]["requests"] = [row for row in rows if row.get("component", shown) == shown]
     return _facts(found, errors, f"the frontend at {base.removesuffix('/v1/rl')}")
 
 
@@ -127,7 +131,9 @@ def _raise_unreachable(error: PlaneError, url: str) -> NoReturn:
     raise error
 
 
-def _over_nats(given: Command, component: dict[str, Any], timeout_s: float, past: bool) -> dict[str, Any]:
+def _over_nats(
+    given: Command, component: dict[str, Any], timeout_s: float, past: bool, request_id: str
+) -> dict[str, Any]:
     name = component.get("component", [DEFAULT_COMPONENT])[0]
     with connected(given, component) as fleet:
 

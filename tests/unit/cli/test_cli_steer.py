@@ -605,10 +605,45 @@ def test_enable_and_disable_ask_for_each(facade: Facade, capsys: pytest.CaptureF
     facade.answers({**HEAD, "workers": [state_row(ID_A)]})
     assert main.run(["disable", ID_A, ID_B, ID_A]) == 0
     assert [asked["path"] for asked in facade.asked] == [
+        "/v1/rl/workers",
         f"/v1/rl/workers/{ID_A}/disable",
         f"/v1/rl/workers/{ID_B}/disable",
     ]
+    assert facade.asked[0]["query"] == {"workers": [f"{ID_A},{ID_B}"]}
     assert capsys.readouterr().out.startswith("disabled 2 workers in 0.500 s")
+
+
+@pytest.mark.parametrize("op", ["enable", "disable"])
+def test_no_worker_is_changed_if_one_of_them_is_not_there(
+    facade: Facade, capsys: pytest.CaptureFixture[str], op: str
+) -> None:
+    facade.answers({"status": "error", "error": {"code": "not_found", "message": f"no worker {ID_B}"}}, 404)
+    assert main.run([op, ID_A, ID_B]) == 1
+    assert [asked["path"] for asked in facade.asked] == ["/v1/rl/workers"]
+    assert f"no worker {ID_B}" in capsys.readouterr().err
+
+
+def test_a_failed_change_says_which_workers_were_changed_before(
+    facade: Facade, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = {**HEAD, "workers": [state_row(ID_A)]}
+    facade.at_once = {"/v1/rl/workers": answer, f"/v1/rl/workers/{ID_A}/disable": answer}
+    facade.answers({"workers": "none"})
+    assert main.run(["disable", ID_A, ID_B]) == 1
+    error = capsys.readouterr().err
+    assert f"{ID_B}: " in error
+    assert f"disable is done for {ID_A}" in error
+
+
+def test_explain_asks_for_the_running_choices_of_one_request_and_component(
+    facade: Facade, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"nats": {"connected": True}, "component": "policy"}
+    facade.answers({**HEAD, **about, "ready": True, "updates": [], "requests": [], "workers": []})
+    assert main.run(["explain", "cmpl-1"]) == 1
+    assert "knows no worker, update or request 'cmpl-1'" in capsys.readouterr().err
+    (asked,) = [one for one in facade.asked if one["path"] == "/v1/rl/requests"]
+    assert asked["query"] == {"component": ["policy"], "id": ["cmpl-1"]}
 
 
 def test_an_error_names_the_field_once(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,6 +245,41 @@ def test_an_ended_request_is_explained_by_its_record() -> None:
     assert found.facts == ["choice 0: 2 tokens by step_3"]
 
 
+def test_a_request_of_several_choices_is_explained_as_one() -> None:
+    row: dict[str, Any] = {
+        "worker": ONE,
+        "tries": 1,
+        "tokens": 7,
+        "max_tokens": 64,
+        "version": None,
+        "elapsed_s": 20.0,
+        "since_progress_s": 20.0,
+    }
+    record = {
+        "index": 2,
+        "outcome": "ok",
+        "finish_reason": "stop",
+        "first_token_s": None,
+        "seconds": 1.0,
+        "token_ids": [1],
+        "weight_versions": [],
+    }
+    running = [{**row, "id": "cmpl-a-0"}, {**row, "id": "cmpl-a-1", "worker": None, "elapsed_s": 30.0}]
+    ended = [{**record, "id": "cmpl-a-2"}, {**record, "id": "cmpl-a-3", "index": 3}]
+    facts = known(worker_row(ONE), requests=running, records=ended)
+    for given in ("cmpl-a", "cmpl"):
+        found = explain(facts, given)
+        assert (found.kind, found.id, found.now) == ("request", "cmpl-a", "request cmpl-a runs since 30 s")
+        assert {one.subject for one in found.findings} == {"cmpl-a-0", "cmpl-a-1"}
+        assert found.facts[1:] == ["choice 2: 1 tokens by no version", "choice 3: 1 tokens by no version"]
+    assert explain(facts, "cmpl-a-1").id == "cmpl-a-1"
+    over = explain(known(worker_row(ONE), records=ended), "cmpl-a")
+    assert [line.partition(":")[0] for line in over.facts] == ["choice 2", "choice 3"]
+    two = [*running, {**row, "id": "cmpl-b-0"}]
+    with pytest.raises(InvalidRequest, match="may mean request cmpl-a-0, request cmpl-a-1, request cmpl-b-0"):
+        identify(known(worker_row(ONE), requests=two), "cmpl")
+
+
 def test_an_id_is_recognised_by_its_beginning_or_its_label() -> None:
     requests = [{"id": "aaaa-request", "worker": ONE}]
     facts = known(worker_row(ONE), left=(left_worker(),), updates=[ended_update()], requests=requests)
@@ -255,7 +290,7 @@ def test_an_id_is_recognised_by_its_beginning_or_its_label() -> None:
     with pytest.raises(InvalidRequest, match="may mean worker aaaa000000000001, request aaaa-request"):
         identify(facts, "aaaa")
     with pytest.raises(
-        NotFound, match="searched: 1 workers, 1 that left, 1 updates, 1 running requests"
+        NotFound, match="searched: 1 workers, 1 that left, 1 updates, the running requests and the given records"
     ) as raised:
         identify(facts, "zzz")
     assert "rl-plane workers" in raised.value.facts["fix"]
