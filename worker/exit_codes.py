@@ -1,6 +1,10 @@
 """The exit codes of a worker process."""
 
 OK = 0
+ERROR = 1
+"""An error that a new start would meet again."""
+WRONG_SETTING = 2
+"""A setting is wrong, or a file that it names."""
 ENGINE_DEAD = 70
 ENGINE_HUNG = 71
 SUPERSEDED = 72

@@ -174,7 +174,7 @@ async def _with_notices(
         )
     process = WorkerProcess(options, EngineLoop(), on_ready, instance_ids, nodes, metrics)
     loop = asyncio.get_running_loop()
-    why, code = "its worker failed", exit_codes.FAILED
+    why, code = "its worker failed", exit_codes.ERROR
     try:
         if nodes is not None:
             notices.phase("waiting for the engine's other hosts")
@@ -207,6 +207,8 @@ async def _with_notices(
         return code
     except PlaneError as error:
         why = error.message
+        if isinstance(error, InvalidRequest):
+            code = exit_codes.WRONG_SETTING
         raise
     finally:
         if nodes is not None:

@@ -20,7 +20,7 @@ from rl_plane._util.log_format import LOG_FORMATS
 from rl_plane.cli import setting_types as types
 from rl_plane.cli.output import BadSetting, fix_of, plane_error, say_json
 from rl_plane.cli.setting_types import Seconds
-from rl_plane.errors import PlaneError
+from rl_plane.errors import InvalidRequest, PlaneError
 from rl_plane.protocol.dialects import DIALECTS
 from rl_plane.protocol.generation import RAW_LOGPROBS, LogprobsMode
 from rl_plane.protocol.pooling import TASKS
@@ -489,6 +489,10 @@ class Command:
 Handler = Callable[[Command], int]
 
 
+PROCESSES = ("worker", "frontend")
+"""Commands that send no request: what they find invalid is a setting of theirs."""
+
+
 def command(
     name: str, doc: str, handler: Handler, settings: Iterable[str], *arguments: click.Argument
 ) -> click.Command:
@@ -513,6 +517,8 @@ def command(
             found.facts["fix"] = fix_of(found, name)
             if values.get("json"):
                 say_json({"status": "error", "error": found.to_wire()})
+            if name in PROCESSES and isinstance(found, InvalidRequest):
+                raise BadSetting(found.message, **found.facts) from error
             raise found from error
 
     params: list[click.Parameter] = [*arguments, *(SETTINGS[each] for each in settings)]

@@ -94,7 +94,7 @@ def test_an_error_is_an_object_too(tmp_path: Path) -> None:
         timeout=READY_S,
         check=False,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     (line,) = map(json.loads, done.stderr.splitlines())
     assert line["level"] == "error"
     assert line["message"].startswith("rl-plane: error: copies is 2")

@@ -32,6 +32,7 @@ from rl_plane.errors import (
     Unavailable,
 )
 from rl_plane.protocol.subjects import Subjects
+from tests.conftest import Plane, Spawned
 from tests.support.otlp_receiver import collector
 from tests.support.role_walk import server_with_keys
 from tests.support.started_command import eventually
@@ -503,6 +504,40 @@ def test_a_node_reports_why_its_head_has_ended(links: Links) -> None:
     head.tell_end("its worker ended with exit code 0", 0)
     assert lost(node) == f"{head.me.name} has ended: its worker ended with exit code 0"
     assert node.exit_code == 0
+
+
+SPANS_HOSTS = """
+import asyncio
+from rl_plane.errors import EngineFailed
+from worker.engines.fake.adapter import FakeEngine
+
+class Part:
+    numbers = (1,)
+    def silent(self, within_s):
+        return []
+
+async def start(self):
+    await asyncio.to_thread(self._options.nodes.wait_built)
+    raise EngineFailed("no memory is left")
+
+async def start_node(self):
+    return Part()
+
+async def node_died(self):
+    return await asyncio.Event().wait()
+
+FakeEngine.start, FakeEngine.start_node, FakeEngine.node_died = start, start_node, node_died
+"""
+
+
+async def test_the_other_nodes_end_with_the_exit_code_of_a_head_that_fails(plane: Plane) -> None:
+    def spawn(rank: int) -> Spawned:
+        nodes = {"count": 2, "rank": rank, "address": "127.0.0.1:25000", "wait_s": BOUND_S}
+        return plane.spawn(ready=False, instance_id=INSTANCE, nodes=nodes, patch=SPANS_HOSTS)
+
+    head, node = spawn(0), spawn(1)
+    codes = [await asyncio.to_thread(one.process.wait, BOUND_S) for one in (head, node)]
+    assert codes == [1, 1], head.log.read_text() + node.log.read_text()
 
 
 @pytest.mark.parametrize("who", ["head", "node"])

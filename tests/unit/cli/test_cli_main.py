@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from rl_plane.cli import main
 from rl_plane.cli.output import one_line
 from rl_plane.cli.settings import SETTINGS
 from tests.support.paths import ROOT
+from worker.engines.fake.adapter import make_fake_model
 
 COMMANDS = ["up", "nats", "worker", "frontend", "state", "workers", "pause", "resume", "update", "check"]
 COMMANDS += ["events", "rollback", "abort", "complete", "updates", "enable", "disable", "publish", "demo"]
@@ -110,6 +112,26 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["worker", "--engine", "fake", "--engine-arg", "nope=1"], "nope"),
+        (["worker", "--engine", "fake", "--nats-nkey", "/nowhere"], "/nowhere"),
+        (["worker", "--engine", "fake", "--nnodes", "2"], "dist_init_addr"),
+        (["frontend", "--nats-nkey", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_a_setting_that_a_process_itself_finds_wrong_is_exit_code_2_too(
+    argv: list[str], words: str, tmp_path: Path
+) -> None:
+    model = ["--model", str(make_fake_model(tmp_path / "model", seed=0))] if argv[0] == "worker" else []
+    run = [sys.executable, "-P", "-m", "rl_plane.cli.main", *argv, *model, "--json"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["code"] == "invalid_request"
+    assert words in done.stderr
+
+
 def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_PLANE_TIMEOUT_S", "-4")
     assert main.run(["state"]) == 2
@@ -170,7 +192,7 @@ def test_a_users_own_worker_py_does_not_shadow_ours(tmp_path: Path) -> None:
             timeout=60,
         )
         assert "shadowed" not in done.stderr
-        assert done.returncode == 1  # the directory is no model
+        assert done.returncode == 2  # the directory is no model
         assert done.stderr.splitlines()[-1].startswith("rl-plane: error: ")
 
 
