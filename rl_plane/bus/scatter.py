@@ -77,15 +77,17 @@ class Scatter:
         reply = f"{self._gather.inbox}.{self._key}.{index}"
         await self._gather.bus.nc.publish(subject, payload, reply=reply, headers=self._headers)
 
-    async def ask_again(self) -> None:
-        """Sends again what has no answer yet, unless the targets may still be reconnecting too."""
+    async def ask_again(self) -> bool:
+        """Sends again what has no answer yet. Returns False if it sends nothing, because the targets may still be
+        reconnecting too."""
         if self._gather.bus.others_may_reconnect:
-            return
+            return False
         with contextlib.suppress(nats.errors.Error):  # the caller's time-out ends the wait
             for sent, index in enumerate(self.unanswered):
                 await self.send(index)
                 if sent % YIELD_EVERY == YIELD_EVERY - 1:
                     await asyncio.sleep(0)
+        return True
 
     def _refused(self, index: int) -> None:
         tries = self._retries.get(index, 0)

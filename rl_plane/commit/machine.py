@@ -173,7 +173,7 @@ def carry_out(
                 return (yield from answer(state, base, policy, replies, meant))
     may_open = not lacks_verdict(record, state.settlement)
     if may_open and record.rolling_from is not None:
-        yield from end_roll(state, record)
+        may_open = yield from end_roll(state, record)
     watched: Answered = yield Watch(record, max(policy.commit_timeout_s, LEASES_END_S))
     if may_open:
         try:

@@ -59,24 +59,26 @@ def roll(
     return replies
 
 
-def end_roll(state: CommandState, record: DecisionRecord) -> Generator[Instruction, Any, None]:
+def end_roll(state: CommandState, record: DecisionRecord) -> Generator[Instruction, Any, bool]:
     """Ends the roll in the record, after NATS was lost. A worker waits for its turn as long as this call holds the
-    lock. When the roll has ended the worker swaps by itself."""
+    lock. When the roll has ended the worker swaps by itself. Returns False if another record stands: this call must not
+    write over it."""
     for _ in range(END_ROLL_TRIES):
         try:
             # This call's last write may stand although its answer was lost. The survey takes that record up.
             seen: Surveyed = yield Survey()
             there = seen.record
             if there is None or there.made != record.made or there.final:
-                return
+                return there is not None and there.made == record.made
             yield from keep_paused(state, record)  # no coordinator saves the pause of a final record
             yield Write("open", opened_record(state, there))
-            return
+            return True
         except StaleFence:
-            return  # another coordinator has taken over, so no worker waits for this call
+            return False  # another coordinator has taken over, so no worker waits for this call
         except BusUnreachable:
             pass
         try:
             yield Watch(record, 0.0)  # until NATS is back
         except PlaneError:
             pass
+    return True

@@ -222,7 +222,7 @@ class FleetMethods:
 
         Args:
             request_ids: The ids of replies, the callers' own names of requests, or single choices (`<id>-<index>`).
-                None: all requests.
+                Together with `workers` only ids count, because no frontend is asked. None: all requests.
 
         Raises:
             Unavailable: a frontend has not answered; requests that wait there continue.

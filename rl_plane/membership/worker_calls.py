@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from rl_plane._util import tracing
-from rl_plane.bus.connection import CONNECT_TIMEOUT_S, Bus
+from rl_plane.bus.connection import CONNECT_TIMEOUT_S, RECONNECT_GRACE_S, Bus
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, LOCK_TIMINGS, HeldLock, LockTimings, hold_lock
 from rl_plane.bus.scatter import Answer, Gather, Missing, Scatter
@@ -428,9 +428,8 @@ class WorkerCalls:
         try:
             self._catch_up(view, scatter, members)  # in a large fleet, sending has taken some time
             for attempt in range(1 + retries):
-                if attempt:
-                    await scatter.ask_again()
-                if await _answered(scatter, timeout_s):
+                asked = attempt == 0 or await scatter.ask_again()
+                if await _answered(scatter, timeout_s, asked):
                     break
             else:
                 await self._last_look(view, scatter, members)
@@ -482,14 +481,16 @@ def _request(
     )
 
 
-async def _answered(scatter: Scatter, timeout_s: float) -> bool:
-    """Waits for all answers, at most `timeout_s`, and asks silent workers again meanwhile; ops are idempotent. Returns
-    whether all answers have come."""
+async def _answered(scatter: Scatter, timeout_s: float, asked: bool) -> bool:
+    """Waits for all answers, at most `timeout_s`, and asks silent workers again meanwhile: a worker carries out once
+    what comes again. Returns whether all answers have come.
+
+    `asked`: the messages are sent. False: they are to be sent once the workers must have reconnected."""
     give_up = time.monotonic() + timeout_s
-    while not await scatter.wait(min(ASK_AGAIN_S, give_up - time.monotonic())):
+    while not await scatter.wait(min(ASK_AGAIN_S if asked else RECONNECT_GRACE_S, give_up - time.monotonic())):
         if time.monotonic() >= give_up:
             return False
-        await scatter.ask_again()
+        asked = await scatter.ask_again()
     return True
 
 

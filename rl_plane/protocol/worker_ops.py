@@ -343,7 +343,7 @@ class FlushReply(TypedDict):
 class AbortRequests(Body):
     request_ids: list[str] | None = Field(None, max_length=10_000)
     """The id of a reply, or the caller's own name of the request, for all of its choices; with `-<index>` for one
-    choice. None: all requests."""
+    choice. Together with `workers` only ids count, because no frontend is asked. None: all requests."""
 
 
 class AbortedReply(TypedDict):

@@ -670,7 +670,7 @@ MUTANTS = [
     Mutant(
         "session: a decided one is aborted",
         "rl_plane/commit/sessions.py",
-        "    if _is_decided(state, session, base):\n        raise committed_already(base.update_id, base.made, committed_fix)\n",
+        "    if _is_decided(state, session, base):\n        raise _too_late(base, committed_fix)\n",
         "",
         SESSIONS + "a_decided_update_is_neither_aborted_nor_named_nor_prepared_again",
     ),

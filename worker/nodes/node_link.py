@@ -158,6 +158,7 @@ class NodeLink(ABC):
         """The op and the call of each message that was carried out → its answer. The oldest comes first."""
         self._waited_for: set[Future[Any]] = set()
         """The work for which threads wait in `run`."""
+        self._is_closed = False
         self._lost: str | None = None
         self._on_lost: list[Callable[[str], None]] = []
         self._losing = threading.Lock()
@@ -190,10 +191,12 @@ class NodeLink(ABC):
     def close(self) -> None:
         """Ends the link, and the waits of other threads in `run`. Tells nothing to the other nodes."""
         if self._thread.is_alive():
+            self._is_closed = True
             for future in list(self._waited_for):
                 future.cancel()
             with contextlib.suppress(Exception):
-                self.run(self._disconnect(), self.timings.farewell_s)
+                left = asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop)
+                left.result(self.timings.farewell_s)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(self.timings.farewell_s)
             if not self._thread.is_alive():
@@ -204,6 +207,8 @@ class NodeLink(ABC):
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._waited_for.add(future)
         future.add_done_callback(self._waited_for.discard)
+        if self._is_closed:  # `close` may have looked before
+            future.cancel()
         try:
             return future.result(timeout_s)
         except BaseException:

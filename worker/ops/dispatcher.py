@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -54,6 +55,10 @@ MAX_TOKENIZING = 64
 TOKENIZING_AT_ONCE = 8
 """The tokenizer's threads gain nothing from more. The others wait, until their deadline."""
 
+KEPT_ANSWERS = 64
+"""The last answers of changing ops, for messages that come again. An op such as a part of an update can't be carried
+out twice."""
+
 SHOWN = (
     "bytes",
     "model_bytes",
@@ -97,6 +102,8 @@ class Dispatcher:
         `other`."""
         self._under_way: set[tuple[str, bytes]] = set()
         """The inbox and the bytes of each message whose op runs."""
+        self._kept: dict[tuple[str, int], bytes] = {}
+        """The inbox and the hash of each message whose changing op has ended → its answer. The oldest comes first."""
         self._pipeline_stage = pipeline_stage
         self._pools: dict[Pool, OpPool] = {
             "control": OpPool("ops", MAX_OPS),
@@ -126,6 +133,9 @@ class Dispatcher:
         asked = answer_subject(message), message.data
         if asked in self._under_way:
             return  # a caller asks again: the answer to its first message will reach it
+        if asked[0] and (kept := self._kept.get((asked[0], hash(message.data)))) is not None:
+            await _publish(bus, asked[0], kept)  # the first answer may be lost
+            return
         start = time.monotonic()
         form = format_of(message.data)
         request, span = UNREAD, OFF
@@ -219,7 +229,7 @@ class Dispatcher:
         except Exception as error:
             log.exception("op %s", op.name)
             reply = self._failed(request, start, EngineFailed(f"{type(error).__name__}: {error}"))
-        await self._answer(bus, message, reply, form, span)
+        await self._answer(bus, message, reply, form, span, keep=op.changes)
 
     @staticmethod
     def _bound_s(request: Request, op: Op) -> float:
@@ -251,7 +261,10 @@ class Dispatcher:
             elapsed_s=time.monotonic() - start,
         )
 
-    async def _answer(self, bus: Bus, message: Msg, reply: Reply, form: Format, span: Span) -> None:
+    async def _answer(
+        self, bus: Bus, message: Msg, reply: Reply, form: Format, span: Span, keep: bool = False
+    ) -> None:
+        """`keep`: stores the answer, for the case that the message comes again."""
         _note_answer(span, reply)
         outcome = reply.status if reply.error is None else type(reply.error).code
         self.answers[reply.op if reply.op in OPS else "other", outcome] += 1
@@ -263,10 +276,16 @@ class Dispatcher:
                 reply.op, f"the reply has {len(data)} bytes; a message carries {MAX_MESSAGE_BYTES}"
             )
             data = encode(self._failed(Request(reply.op, id=reply.id), time.monotonic(), failure).to_wire(), form)
-        try:
-            await bus.nc.publish(inbox, data)
-        except nats.errors.Error:
-            pass  # the caller times out, or asks again after its own reconnect
+        if keep:
+            self._kept[inbox, hash(message.data)] = data
+            while len(self._kept) > KEPT_ANSWERS:
+                del self._kept[next(iter(self._kept))]
+        await _publish(bus, inbox, data)
+
+
+async def _publish(bus: Bus, inbox: str, data: bytes) -> None:
+    with contextlib.suppress(nats.errors.Error):  # the caller times out, or asks again after its own reconnect
+        await bus.nc.publish(inbox, data)
 
 
 def _too_long(name: str, message: str) -> PlaneError:

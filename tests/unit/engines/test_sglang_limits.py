@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from rl_plane.errors import InvalidRequest, Unsupported
@@ -81,6 +82,16 @@ def test_a_model_that_may_be_whole_is_not_refused(tmp_path: Path) -> None:
     tensors = load_file(quantised / "model.safetensors") | {f"{inner}_packed": torch.zeros(1)}
     save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
     check_tensors(quantised, "generate")
+
+
+def test_only_an_embedding_model_may_lack_its_pooler(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(tmp_path)
+    check_tensors(tmp_path, "embed")
+    with pytest.raises(InvalidRequest, match="pooler"):
+        check_tensors(tmp_path, "classify")
 
 
 def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:

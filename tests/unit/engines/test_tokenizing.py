@@ -193,6 +193,16 @@ def test_a_bounded_number_of_tokens_is_decoded_anew_whatever_they_are(tokenizer:
     assert told(bytewise, [255, *list("🦀".encode()) * 50])[1] < 40
 
 
+def test_characters_that_a_tokenizer_writes_byte_by_byte_are_told_whole() -> None:
+    bytewise = byte_fallback()
+    for text in ("🦀" * 50, "a字字字b", "é🦀字" * 20):
+        assert told(bytewise, list(text.encode()))[0] == text
+    for seed in range(40):
+        pick = random.Random(seed)
+        ids = [byte for _ in range(40) for byte in pick.choice(["a", "é", "字", "🦀"]).encode()]
+        assert told(bytewise, ids)[0] == bytewise.decode(ids)
+
+
 def test_the_text_of_tokens_that_arrive_one_by_one_is_the_text_of_all(tokenizer: Any) -> None:
     for seed in range(40):
         pick = random.Random(seed)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
+import psutil
 import pytest
 
 from rl_plane._util.framing import send_frame
@@ -122,8 +123,8 @@ def test_silent_strangers_delay_no_rank_and_are_bounded() -> None:
         comes(stack, lead, 2)
         for each in silent:
             assert ended(each), "rank 0 does not listen after all ranks have come"
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(lead.address)
+        open_ports = psutil.Process().net_connections("tcp")  # another process may have the port by now
+        assert lead.address[1] not in [one.laddr.port for one in open_ports if one.status == psutil.CONN_LISTEN]
 
 
 def test_many_ranks_come_at_once() -> None:

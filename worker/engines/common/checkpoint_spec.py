@@ -20,6 +20,9 @@ from rl_plane.weights.checkpoint import open_checkpoint
 from worker.receive.staging import FLOAT_DTYPES
 
 _HEAD = "lm_head.weight"
+_OF_NO_EMBEDDING = re.compile(rf"{re.escape(_HEAD)}$|(.+\.)?pooler\.")
+"""Tensors that an embedding model may lack: the head for tokens, and BERT's layer over the first token, which vLLM and
+SGLang don't compute for embeddings."""
 """The tensor that an engine leaves out of a checkpoint if the model's config says `tie_word_embeddings`."""
 
 _EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings"}
@@ -107,8 +110,9 @@ def refuse_lacking(names: Collection[str], task: Task) -> None:
 
 def check_tensors(model: Path, task: Task) -> None:
     """Raises InvalidRequest if the model's files surely lack tensors: vLLM and SGLang would compute with memory that
-    nothing has filled. An embedding model needs no head for tokens."""
-    refuse_lacking([name for name in _lacking_tensors(model) if task != "embed" or name != _HEAD], task)
+    nothing has filled. An embedding model needs no head for tokens, and no pooler."""
+    lacking = _lacking_tensors(model)
+    refuse_lacking([name for name in lacking if task != "embed" or not _OF_NO_EMBEDDING.match(name)], task)
 
 
 def _lacking_tensors(model: Path) -> list[str]:

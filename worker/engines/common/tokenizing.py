@@ -153,7 +153,9 @@ class IncrementalText:
 
     def add(self, token_ids: list[int], last: bool) -> str:
         self._ids += token_ids
-        text = self._decode(self._ids)
+        text, unfinished = self._decode(self._ids), list[int]()
+        if not last and text.endswith("\ufffd"):
+            text, unfinished = self._without_unfinished(text)
         whole = len(text)
         if not last:
             # An unfinished character is at most three bytes, each shown as a replacement character or all as one.
@@ -163,7 +165,22 @@ class IncrementalText:
         self._sent = max(self._sent, whole)
         if len(self._ids) > 2 * self._WINDOW:
             fresh += self._cut(text)
+        self._ids += unfinished
         return fresh
+
+    def _without_unfinished(self, text: str) -> tuple[str, list[int]]:
+        """Takes the last tokens away if they make earlier characters unreadable. Returns the text without them, and
+        these tokens. Some tokenizers show a whole run of bytes as replacement characters until its last one is
+        there."""
+        for count in range(1, 4):  # an unfinished character has at most three bytes
+            before = self._decode(self._ids[:-count])
+            if not before.endswith("\ufffd"):
+                if text.startswith(before):
+                    break
+                unfinished = self._ids[-count:]
+                del self._ids[-count:]
+                return before, unfinished
+        return text, []
 
     def _cut(self, text: str) -> str:
         """Keeps the last tokens only. `text`: that of all tokens. Returns the characters that can't be held back any
