@@ -50,12 +50,9 @@ __all__ = ["pool"]
 
 @pytest.fixture
 def cuda() -> Iterator[HostCuda]:
-    gc.collect()  # what earlier tests have left
-    open_before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     yield HostCuda()
-    gc.collect()  # tensors in the traceback of an expected error
-    # Threads that earlier tests have left may close some meanwhile.
-    assert set(os.listdir("/proc/self/fd")) <= open_before
+    assert more_descriptors(before) == []
 
 
 def tensors(seed: int = 1) -> dict[str, Any]:
