@@ -27,7 +27,7 @@ def refusal(tmp_path: Path, engine: str, rank: int, *arguments: str) -> list[str
     except subprocess.TimeoutExpired:
         node.kill()
         raise
-    assert (node.returncode, out) == (1, ""), errors
+    assert (node.returncode, out) == (2, ""), errors
     return str(errors).splitlines()
 
 
