@@ -537,7 +537,7 @@ class Fleet:
         count, made = 0, dict[str, list[str]]()
         for reply in done.values():
             count += int(reply["body"]["aborted"])
-            for name, ids in reply["body"].get("made", {}).items():  # an older frontend lacks it
+            for name, ids in reply["body"]["made"].items():
                 made.setdefault(name, []).extend(ids)
         return count, [key for key in replies if key not in done], made
 
