@@ -20,7 +20,7 @@ from rl_plane.errors import Locked
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
-from tests.support.broadcast_updates import NUMBERS, free_port
+from tests.support.broadcast_updates import NUMBERS
 from tests.support.dialect_facade import (
     HEAL_S,
     PROMPT,
@@ -35,6 +35,7 @@ from tests.support.dialect_facade import (
     taken_before,
     witnessed,
 )
+from tests.support.free_port import free_port
 from tests.support.hf_fleet import START_S, Witnesses
 from tests.support.prime_rl_calls import PrimeRl
 from worker.receive.staging import model_digest

@@ -19,8 +19,9 @@ from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Locked, Unsu
 from rl_plane.publish.integrations.vllm_client import FleetWeightSyncClient
 from rl_plane.sync import SyncRlClient
 from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
-from tests.support.broadcast_updates import NUMBERS, free_port
+from tests.support.broadcast_updates import NUMBERS
 from tests.support.dialect_facade import HEAL_S, PROMPT, TOKENS, facade, fine, proven, witnessed
+from tests.support.free_port import free_port
 from tests.support.hf_fleet import chain
 from tests.support.nccl_over_gloo import WORKER_PATCH
 from tests.support.vllm_trainer import VllmTrainer

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from frontend.dialects.sglang.body_tensors import HeldTensors
 from rl_plane.bus.lock import read_holder
 from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
-from tests.support.broadcast_updates import GLOO_S, free_port
+from tests.support.broadcast_updates import GLOO_S
 from tests.support.dialect_facade import (
     HEAL_S,
     PROMPT,
@@ -29,6 +29,7 @@ from tests.support.dialect_facade import (
     served,
     witnessed,
 )
+from tests.support.free_port import free_port
 from tests.support.hf_fleet import START_S, Witnesses
 from tests.support.sglang_calls import ROUTED_BODY, one_by_one
 from tests.support.sglang_replay import Replay

@@ -18,8 +18,8 @@ import pytest
 
 from rl_plane.errors import EngineFailed
 from tests.support.broadcast_trainer import HOST
-from tests.support.broadcast_updates import free_port
 from tests.support.dialect_facade import facade, fine, proven, refused, served
+from tests.support.free_port import free_port
 from tests.support.hf_fleet import Witnesses
 from tests.support.nccl_over_gloo import WORKER_PATCH
 from tests.support.prime_rl_calls import PrimeRl

@@ -17,7 +17,7 @@ from frontend.frontend_limits import FrontendLimits
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
 from rl_plane.errors import BusUnreachable, EngineFailed, Locked
 from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
-from tests.support.broadcast_updates import GLOO_S, free_port
+from tests.support.broadcast_updates import GLOO_S
 from tests.support.dialect_facade import (
     HEAL_S,
     facade,
@@ -28,6 +28,7 @@ from tests.support.dialect_facade import (
     served,
     taken_before,
 )
+from tests.support.free_port import free_port
 from tests.support.hf_fleet import Witnesses
 from tests.support.sglang_calls import aborts_what_runs
 from tests.support.sglang_replay import Replay

@@ -16,10 +16,10 @@ from tests.conftest import lives
 from tests.support import each_transport, group_trainer, ipc_trainer, nixl_trainer, verl_client
 from tests.support import ipc_memory as ipc
 from tests.support import nixl_trainers as nixl
-from tests.support.broadcast_updates import free_port
 from tests.support.commanded_process import CommandedProcess
 from tests.support.dialect_facade import facade, fine
 from tests.support.fleet_updates import all_serve, states, update_of
+from tests.support.free_port import free_port
 from tests.support.group_pushes import Pushing
 from tests.support.ipc_memory import trainer_of
 from tests.support.mixed_fleet import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.broadcast_updates import free_port
+from tests.support.free_port import free_port
 from tests.support.zygote import fork_module
 from worker.testing.tiny_model import make_tiny_model
 

@@ -23,10 +23,10 @@ from rl_plane.errors import InvalidWeights
 from rl_plane.publish import WeightPublisher
 from tests.conftest import Plane, Spawned, lives
 from tests.support import each_transport
-from tests.support.broadcast_updates import free_port
 from tests.support.cores import bound_cores
 from tests.support.faults import Stream
 from tests.support.fleet_updates import update_of
+from tests.support.free_port import free_port
 from tests.support.mixed_fleet import (
     ARGUMENTS,
     END_S,

@@ -22,7 +22,7 @@ from tests.conftest import lives, stop_process
 from tests.kill.checkpoints import MODELS, Checkpoint, Wrong, check
 from tests.kill.clients import TRANSIENT, Rollouts, Version, Weights
 from tests.kill.held import installed
-from tests.support.broadcast_updates import free_port
+from tests.support.free_port import free_port
 from tests.support.kept_fleet import KeptFleet
 from tests.support.paths import ROOT
 from worker.testing.phase_hooks import VARIABLE as HOLD_DIR

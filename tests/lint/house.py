@@ -11,8 +11,10 @@ import ast
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from tests.lint.parsed import parsed
 
 FORBIDDEN = (
     "as", "by what", "by which", "how", "in which", "likewise", "of", "that", "the same", "those", "to whom", "what",
@@ -37,11 +39,11 @@ def offences(root: Path) -> list[str]:
     """Returns one line per offence in the Python files that git tracks under `root`, sorted."""
     names = subprocess.run(["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True, check=True)
     files = [name for name in names.stdout.split() if (root / name).is_file()]
-    trees = {name: ast.parse((root / name).read_text()) for name in files}
-    found = [line for name, tree in trees.items() for line in _openings(name, tree)]
-    found += [line for name, tree in trees.items() for line in _imports_of_tests(name, tree)]
-    found += [line for name, tree in trees.items() for line in _names_of_tests(name, tree)]
-    product = {name: tree for name, tree in trees.items() if name.startswith(PRODUCT)}
+    blocks = {name: list(_blocks(parsed((root / name).read_text()))) for name in files}
+    found = [line for name, nodes in blocks.items() for line in _openings(name, nodes)]
+    found += [line for name, nodes in blocks.items() for line in _imports_of_tests(name, nodes)]
+    found += [line for name, nodes in blocks.items() for line in _names_of_tests(name, nodes)]
+    product = {name: nodes for name, nodes in blocks.items() if name.startswith(PRODUCT)}
     return sorted(found + _same_modules(product) + _same_classes(product))
 
 
@@ -49,31 +51,31 @@ def _opening(words: Sequence[str]) -> re.Pattern[str]:
     return re.compile(rf"(?:{'|'.join(words)})\b(?!-)", re.IGNORECASE)
 
 
-def _openings(name: str, tree: ast.Module) -> Iterator[str]:
+def _openings(name: str, nodes: Iterable[ast.AST]) -> Iterator[str]:
     opening = _opening(FORBIDDEN_IN_TESTS if name.startswith("tests/") else FORBIDDEN)
-    for line, text in _docstrings(tree):
+    for line, text in _docstrings(nodes):
         if opening.match(text.lstrip("`*_ \n")):
             yield f"{name}:{line}: the docstring opens with {text.split()[0]!r}: say what the thing is or does"
 
 
-def _imports_of_tests(name: str, tree: ast.Module) -> Iterator[str]:
-    for node in _blocks(tree):
+def _imports_of_tests(name: str, nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             paths = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             if any(re.match(r"tests\..*\btest_\w+$", path) for path in paths):
                 yield f"{name}:{node.lineno}: it imports a test file: what tests share belongs into tests/support"
 
 
-def _names_of_tests(name: str, tree: ast.Module) -> Iterator[str]:
+def _names_of_tests(name: str, nodes: Iterable[ast.AST]) -> Iterator[str]:
     opening = re.compile(rf"test_(?:{'|'.join(FORBIDDEN_IN_NAMES)})_")
-    for node in _blocks(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and opening.match(node.name):
             yield f"{name}:{node.lineno}: {node.name} has no subject: name the thing that the test is about"
 
 
-def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _docstrings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yields line and text of each docstring, also of those after a constant or a field."""
-    for node in _blocks(tree):
+    for node in nodes:
         match node:
             case ast.Expr(value=ast.Constant(value=str() as text)):
                 yield node.lineno, text
@@ -92,9 +94,9 @@ def _blocks(tree: ast.Module) -> Iterator[ast.AST]:
         pending += inner
 
 
-def _same_modules(trees: dict[str, ast.Module]) -> list[str]:
+def _same_modules(names_of_files: Iterable[str]) -> list[str]:
     places = defaultdict(list)
-    for name in trees:
+    for name in names_of_files:
         places[Path(name).stem].append(name)
     return [
         f"{name}:1: a module of this name is also {', '.join(other for other in names if other != name)}"
@@ -104,12 +106,12 @@ def _same_modules(trees: dict[str, ast.Module]) -> list[str]:
     ]
 
 
-def _same_classes(trees: dict[str, ast.Module]) -> list[str]:
+def _same_classes(blocks: dict[str, list[ast.AST]]) -> list[str]:
     """Compares private and inner classes too, without underscores: a reader who searches for a name finds all classes
     that have it."""
     places = defaultdict(list)
-    for name, tree in trees.items():
-        for node in _blocks(tree):
+    for name, nodes in blocks.items():
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append((f"{name}:{node.lineno}", node.name))
     return [

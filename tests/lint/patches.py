@@ -10,6 +10,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.lint.parsed import parsed
+
 LIMIT = 160
 """The number of patches that there are. Lower it when you remove some. If several tests need a situation that has no
 public cause, one helper in tests/support makes it. The helper is named after the situation."""
@@ -30,8 +32,7 @@ def too_many_patches(root: Path, limit: int = LIMIT) -> list[str]:
 
 def _patches(path: Path) -> Iterator[tuple[int, str]]:
     """Yields the line and the target of each patch of a file, in the order of the lines."""
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree))
+    nodes = list(ast.walk(parsed(path.read_text())))
     imported = {
         (alias.asname or alias.name).partition(".")[0]
         for node in nodes
@@ -48,7 +49,9 @@ def _patches(path: Path) -> Iterator[tuple[int, str]]:
                 found.append((node.lineno, f"a name is patched: {ast.unparse(node)[:100]}"))
             case ast.Call(func=ast.Name(id="setattr"), args=[ast.Name(id=name), *_]) if name in imported:
                 found.append((node.lineno, f"a name of {name} is patched"))
-            case ast.Call(func=function) if ast.unparse(function) in PATCHES:
+            case ast.Call(
+                func=ast.Name(id="patch") | ast.Attribute(attr="patch" | "object" | "multiple") as function
+            ) if ast.unparse(function) in PATCHES:
                 found.append((node.lineno, f"a name is patched: {ast.unparse(node)[:100]}"))
             case ast.Assign(targets=targets):
                 for target in targets:

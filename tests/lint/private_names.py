@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.lint.parsed import parsed
+
 LIMIT = 78
 """The number of uses that there are. Lower it when you remove some. A new test uses the public method or its result, or
 gives the product a constructor argument or a public property that other callers would want too."""
@@ -45,7 +47,7 @@ def _patches(root: Path) -> Iterator[str]:
     for path, text in texts:
         if "setattr(" not in text:
             continue
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             match node:
                 case ast.Call(func=ast.Attribute(attr="setattr") | ast.Name(id="setattr"), args=args):
                     names = [one.value for one in args[:2] if isinstance(one, ast.Constant)]

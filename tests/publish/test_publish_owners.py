@@ -40,12 +40,12 @@ def fleet_of(plane: Plane, workers: int) -> Any:
     return model
 
 
-async def told(plane: Plane, ranks: int, script: str, *ways: str, **environ: str) -> list[dict[str, Any]]:
+async def told(plane: Plane, ranks: int, module: str, *ways: str, **environ: str) -> list[dict[str, Any]]:
     """Runs the ranks of a trainer, and returns what they report."""
     where = (plane.url, plane.namespace, plane.component)
     environ["PUBLISH_ROOT"] = str(root_of(plane))
     return await asyncio.to_thread(
-        told_by_ranks, ranks, f"tests/support/{script}", *where, *ways, timeout_s=RANKS_S, **environ
+        told_by_ranks, ranks, f"tests.support.{module}", *where, *ways, timeout_s=RANKS_S, **environ
     )
 
 
@@ -64,7 +64,7 @@ async def test_each_rank_sends_the_tensors_that_it_owns(plane: Plane, kind: str,
     """The fleet gets exactly the bytes of the model, and no rank has packed more than a balanced share."""
     model = fleet_of(plane, 2)
     ways = [f"{kind}:{way}" for way in ("filesystem:full", "nixl:full", "gloo:full", "nixl:delta", "gloo:delta")]
-    outcomes = await told(plane, ranks, "owning_ranks.py", *ways, **with_deepspeed(kind))
+    outcomes = await told(plane, ranks, "owning_ranks", *ways, **with_deepspeed(kind))
     assert [one["error"] for one in outcomes] == [""] * ranks * VERSIONS * len(ways)
     for _ in range(VERSIONS):
         step(model, ways[-1])
@@ -153,7 +153,7 @@ async def test_a_rank_that_hangs_fails_the_version_on_all_ranks(plane: Plane, tr
 async def test_ranks_with_other_tensors_are_refused(plane: Plane) -> None:
     """The error names the rank and the tensor, on all ranks. Nothing was sent."""
     fleet_of(plane, 1)
-    outcomes = await told(plane, 2, "differing_ranks.py", "filesystem")
+    outcomes = await told(plane, 2, "differing_ranks", "filesystem")
     assert len(outcomes) == 2
     for one in outcomes:
         assert one["error"] == (

@@ -24,7 +24,7 @@ RANKS_S = 150.0
 pytestmark = [pytest.mark.slow, pytest.mark.parallel, pytest.mark.timeout(RANKS_S + 60)]
 
 
-async def outcomes_on_two_ranks(plane: Plane, script: str, *ways: str) -> tuple[list[str], list[dict[str, Any]]]:
+async def outcomes_on_two_ranks(plane: Plane, module: str, *ways: str) -> tuple[list[str], list[dict[str, Any]]]:
     """Returns the versions, and the outcomes that each rank reports. Two workers serve the last version. One version
     by each way fails."""
     model, first = fresh(), plane.tmp / "weights" / "first"
@@ -32,7 +32,7 @@ async def outcomes_on_two_ranks(plane: Plane, script: str, *ways: str) -> tuple[
     save_file(dict(ModuleSource(model).take().tensors), first / "model.safetensors")
     plane.spawn_many(2, model=first)
     where = (plane.url, plane.namespace, plane.component)
-    outcomes = await asyncio.to_thread(told_by_ranks, 2, script, *where, *ways, timeout_s=RANKS_S)
+    outcomes = await asyncio.to_thread(told_by_ranks, 2, module, *where, *ways, timeout_s=RANKS_S)
     versions = [f"{way} {number}" for way in ways for number in range(1, VERSIONS + 1)]
     for _ in versions:
         add_one(model)
@@ -45,7 +45,7 @@ async def test_all_ranks_continue_after_rank_0_failed_in_the_middle_of_sending(p
     """The failed rank gathers to the end, so that no other rank waits for it, and raises its own error. The other rank
     learns of it. The next version is published."""
     ways = ("gloo", "ipc", "ipc:partial")
-    versions, outcomes = await outcomes_on_two_ranks(plane, "tests/support/failing_ranks.py", *ways)
+    versions, outcomes = await outcomes_on_two_ranks(plane, "tests.support.failing_ranks", *ways)
     errors = [f"OSError: {BROKEN}", f"PlaneError: rank 0: OSError: {BROKEN}"]
     assert {(one["rank"], one["version"]): one["error"] for one in outcomes} == {
         (rank, version): errors[rank] if version.endswith("2") else "" for rank in range(2) for version in versions
@@ -56,7 +56,7 @@ async def test_rank_0_uses_an_export_up_as_the_others_do(plane: Plane) -> None:
     """Rank 0 also gathers the tensors that are left out after the last sent tensor, and meets a barrier there. A
     tensor that was not announced fails the version, on all ranks."""
     ways = ("gloo:full", "ipc:full", "ipc:delta")
-    versions, outcomes = await outcomes_on_two_ranks(plane, "tests/support/exporting_ranks.py", *ways)
+    versions, outcomes = await outcomes_on_two_ranks(plane, "tests.support.exporting_ranks", *ways)
     refused = f"InvalidRequest: expected nothing next, but {GROWN!r} came"
     of_rank = [[one for one in outcomes if one["rank"] == rank] for rank in range(2)]
     for each in of_rank:
@@ -77,7 +77,7 @@ async def test_sharded_ranks_gather_and_send_only_what_is_trained(plane: Plane) 
     plane.spawn_many(2, model=first)
     where = (plane.url, plane.namespace, plane.component)
     outcomes = await asyncio.to_thread(
-        told_by_ranks, 2, "tests/support/freezing_ranks.py", *where, "gloo", timeout_s=RANKS_S
+        told_by_ranks, 2, "tests.support.freezing_ranks", *where, "gloo", timeout_s=RANKS_S
     )
     assert [one["error"] for one in outcomes] == [""] * (2 * VERSIONS)
     freeze(model)

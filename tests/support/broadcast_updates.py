@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 from pathlib import Path
 from typing import Any
 
 from rl_plane.client import RlClient
 from tests.support.broadcast_trainer import HOST
 from tests.support.commanded_process import CommandedProcess
+from tests.support.free_port import free_port
 
 PARTS = 5
 
@@ -19,12 +19,6 @@ NUMBERS = itertools.count()
 
 GLOO_S = 20.0
 """A trainer's own bound in seconds for a broadcast that no worker takes."""
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind((HOST, 0))
-        return int(one.getsockname()[1])
 
 
 class Broadcasts:

@@ -1,4 +1,4 @@
-"""The ranks of a trainer that tests start by torchrun, as `SCRIPT URL NAMESPACE COMPONENT WAY…`.
+"""The ranks of a trainer that tests start by `told_by_ranks`, as `MODULE URL NAMESPACE COMPONENT WAY…`.
 
 By each way they publish some versions, each the one before plus one. Each rank prints a JSON line for each.
 """

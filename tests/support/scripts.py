@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tests.support.free_port import free_port
 from tests.support.paths import ROOT
+from tests.support.zygote import fork_module
 
 
 def run(*command: str, timeout_s: float, **environ: str) -> str:
@@ -31,7 +36,26 @@ def torchrun(ranks: int) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
-def told_by_ranks(ranks: int, script: str, *args: str, timeout_s: float, **environ: str) -> list[dict[str, Any]]:
-    """Runs a script on several ranks, and returns the lines of JSON that the ranks print."""
-    printed = run(*torchrun(ranks), script, *args, timeout_s=timeout_s, **environ)
-    return [json.loads(line) for line in printed.splitlines() if line.startswith('{"')]
+def told_by_ranks(ranks: int, module: str, *args: str, timeout_s: float, **environ: str) -> list[dict[str, Any]]:
+    """Runs a module on several ranks, each with the environment that torchrun gives it. Returns the lines of JSON that
+    the ranks print."""
+    port = str(free_port())
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    give_up = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in map(str, range(ranks)):
+            env = {**os.environ, "OMP_NUM_THREADS": "1", **environ, **common, "RANK": rank, "LOCAL_RANK": rank}
+            process = fork_module("trainer", module, args, env=env, stderr_pipe=True, text=True)
+            processes.append(process)
+            stack.callback(process.kill)
+        with ThreadPoolExecutor(ranks) as readers:
+            ended = list(readers.map(lambda one: one.communicate(timeout=give_up - time.monotonic()), processes))
+    failed = [errors[-3000:] for (_, errors), one in zip(ended, processes, strict=True) if one.returncode]
+    assert not failed, "\n".join(failed)
+    return [json.loads(line) for printed, _ in ended for line in printed.splitlines() if line.startswith('{"')]

@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 
 from tests.support.broadcast_trainer import HOST
-from tests.support.broadcast_updates import GLOO_S, free_port
+from tests.support.broadcast_updates import GLOO_S
 from tests.support.commanded_process import CommandedProcess
 from tests.support.dialect_facade import (
     fine,
 )
+from tests.support.free_port import free_port
 
 
 class Replay:

@@ -1,6 +1,6 @@
 """A rank of a trainer whose weights are sharded: takes them by a source, and reports whether they are whole.
 
-Run by torchrun: `tests/support/sharded_sources.py KIND…`. Rank 0 prints a JSON line for each.
+`told_by_ranks` starts it with the kinds as arguments. Rank 0 prints a JSON line for each.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A zygote is started once for each test process and engine. It imports what that engine imports, makes no thread and no
 loop, and then forks: once, and that child again, and ends. The grandchild is then an orphan, which the kernel gives to
-the test process. The test process signals it and waits for it like a child that it has started itself.
+the test process. The test process signals it and waits for it like a child that it has started itself. A zygote itself
+is such a grandchild of its base, a zygote that has imported less: torch and transformers are imported once for all.
 
 An engine's own processes come the same way: a worker of vLLM or SGLang has a zygote of its own from the start, a fork
 of the first, which does what multiprocessing's `spawn` does with a new interpreter. So have they, in turn.
@@ -52,6 +53,8 @@ ABOVE = 1000
 _ZYGOTE = (
     "import sys; from tests.support.zygote import start; start(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
 )
+_OWN_NUMBER = 3
+"""The descriptor of a zygote's socket, if its base has forked it."""
 _SPAWN_MAIN = re.compile(r"spawn_main\(([^)]*)\)")
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 
@@ -60,9 +63,11 @@ Spawn = Callable[[bytes, Sequence[Any], Sequence[int]], int]
 
 @dataclass(frozen=True)
 class Packages:
-    """The modules that a zygote imports, and the environment that an engine's adapter sets for its processes."""
+    """The modules that a zygote imports beside those of its base, and the environment that an engine's adapter sets for
+    its processes."""
 
     modules: tuple[str, ...]
+    base: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     has_children: bool = False
 
@@ -70,32 +75,43 @@ class Packages:
 RAW_IN_SGLANG = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """A variable of the environment, and what SGLang's sampler has read there."""
 
-_EVERY = ("worker.process", "rl_plane.cli.serve")
-_TORCH = (
-    "worker.receive.weight_receiver",
-    "rl_plane.transports.group.torch_group",
-    "transformers.models.qwen3.modeling_qwen3",
-)
-# A worker of the fake engine imports torch for its first group, and would so for each of many tests.
 PACKAGES = {
-    "fake": Packages((*_EVERY, "torch.distributed", "worker.engines.fake.adapter")),
-    "hf": Packages((*_EVERY, *_TORCH, "worker.engines.hf.adapter")),
+    # A worker of the fake engine imports torch for its first group, and would so for each of many tests.
+    "fake": Packages(
+        (
+            "worker.process",
+            "rl_plane.cli.serve",
+            "frontend.main",
+            "torch.distributed",
+            "worker.engines.fake.adapter",
+        )
+    ),
+    "hf": Packages(
+        (
+            "worker.receive.weight_receiver",
+            "rl_plane.transports.group.torch_group",
+            "transformers.models.qwen3.modeling_qwen3",
+            "worker.engines.hf.adapter",
+        ),
+        base="fake",
+    ),
     "vllm": Packages(
-        (*_EVERY, *_TORCH, "worker.engines.vllm.adapter", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker"),
-        {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+        ("worker.engines.vllm.adapter", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker"),
+        base="hf",
+        environment={"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
         has_children=True,
     ),
     "sglang": Packages(
         (
-            *_EVERY,
-            *_TORCH,
             "worker.engines.sglang.adapter",
             "sglang.srt.entrypoints.engine",
             "sglang.srt.managers.scheduler",
         ),
-        {"TORCHDYNAMO_DISABLE": "1"},
+        base="hf",
+        environment={"TORCHDYNAMO_DISABLE": "1"},
         has_children=True,
     ),
+    "trainer": Packages(("torch.distributed.fsdp", "tests.support.publishing_ranks"), base="fake"),
 }
 
 
@@ -152,12 +168,12 @@ def fork_module(
 
 
 def fork_rl_plane(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Replaces the supervisor's start_process: forks `python … -m MODULE worker … --engine ENGINE`, and starts other
-    commands."""
-    if "worker" not in argv:
-        return start_process(argv, env)
+    """Replaces the supervisor's start_process: forks `python … -m MODULE worker … --engine ENGINE` and frontends, and
+    starts other commands."""
     module = argv.index("-m") + 1
-    engine = argv[argv.index("--engine") + 1]
+    if (command := argv[module + 1]) not in ("worker", "frontend"):
+        return start_process(argv, env)
+    engine = argv[argv.index("--engine") + 1] if command == "worker" else "fake"
     return fork_module(engine, argv[module], argv[module + 1 :], env=env, stderr_pipe=True)
 
 
@@ -179,16 +195,23 @@ def start_zygote(engine: str) -> None:
 
 @functools.cache
 def _zygote(engine: str) -> _Zygote:
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    packages = PACKAGES[engine]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **packages.environment}
     ours, theirs = _socketpair()
+    process: subprocess.Popen[Any]
     with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _ZYGOTE, engine, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            cwd=ROOT,
-            env={"OMP_NUM_THREADS": "1", **os.environ, **PACKAGES[engine].environment},
-        )
+        if packages.base is not None:
+            what = {"zygote": engine, "argv": ["-c"], "env": environment}
+            process = Forked(_zygote(packages.base).fork(what, {_OWN_NUMBER: theirs.fileno()}), None, None, None)
+        else:
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+            process = subprocess.Popen(
+                [sys.executable, "-c", _ZYGOTE, engine, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                env=environment,
+            )
 
     def end() -> None:
         ours.close()
@@ -225,7 +248,7 @@ class _Zygote:
 # ---- the zygote ----
 
 
-def start(engine: str, descriptor: int, parent: int) -> None:
+def start(engine: str, descriptor: int, parent: int) -> NoReturn:
     """Until the test process ends."""
     packages = PACKAGES[engine]
     for module in packages.modules:
@@ -237,7 +260,7 @@ def start(engine: str, descriptor: int, parent: int) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "threads don't survive a fork"
     gc.freeze()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    if packages.has_children:
+    with contextlib.suppress(ModuleNotFoundError):
         # It looks for its place once, and finds it while the environment is where it was.
         importlib.import_module("setproctitle").getproctitle()
     # Not with its parent: that is a thread, which may end long before its process, by whose end this one's socket ends.
@@ -298,6 +321,8 @@ def _become(what: dict[str, Any], descriptors: list[int], parent: int, has_child
     sys.argv = what["argv"]
     if has_children:
         _have_children_forked([one for one in what["numbers"] if one > 2])
+    if "zygote" in what:
+        _end_with(functools.partial(start, what["zygote"], _OWN_NUMBER, parent))
     _end_with(functools.partial(_run_spawned if "spawned" in what else _run_module, what))
 
 

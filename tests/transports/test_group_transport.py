@@ -38,10 +38,10 @@ from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
 from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
-from tests.support.broadcast_updates import free_port
 from tests.support.dialect_facade import facade, fine, refused, served
 from tests.support.faults import Stream
 from tests.support.fleet_updates import all_serve, states
+from tests.support.free_port import free_port
 from tests.support.frontend_here import started
 from tests.support.frontend_process import frontend
 from tests.support.group_pushes import BUCKET, Pushing, send_all

@@ -396,7 +396,7 @@ def test_sharded_weights_are_gathered_on_several_ranks(ranks: int, kinds: list[s
     environ = {"DS_ACCELERATOR": "cpu"}
     if kinds is ZERO:
         environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(deepspeed)])
-    told = told_by_ranks(ranks, "tests/support/sharded_sources.py", *kinds, timeout_s=RANKS_S, **environ)
+    told = told_by_ranks(ranks, "tests.support.sharded_sources", *kinds, timeout_s=RANKS_S, **environ)
     assert [one["kind"] for one in told] == kinds
     for one in told:
         assert one["same"], one
