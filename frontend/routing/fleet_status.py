@@ -259,11 +259,12 @@ class FleetStatus:
         if instance_id != message.subject.rpartition(".")[2]:
             log.warning("a status of %s came on %s", instance_id, message.subject)
             return
-        member = self._view.member(instance_id)
-        if member is not None and member.incarnation == status.incarnation:
-            self._take(instance_id, status)  # a worker that is not a member yet is asked when it joins
+        self._take(instance_id, status)
 
     def _take(self, instance_id: str, status: WorkerStatus) -> None:
+        member = self._view.member(instance_id)
+        if member is None or member.incarnation != status.incarnation:
+            return  # the worker has left; or it is not a member yet, and is asked when it joins
         before = self._known.get(instance_id)
         refused = self._refused_until.pop(instance_id, None)
         self._known[instance_id] = self._last_status[instance_id] = status
