@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from rl_plane.bus.server import NatsServer
 from rl_plane.cli.children import OUT, Printer, run_child
+from rl_plane.cli.settings import for_child
 from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
 from rl_plane.errors import PlaneError
 from rl_plane.fleet.http_client import call_facade
@@ -36,7 +37,7 @@ _MAKE_MODEL = (
 def child_environment(scratch: Path) -> dict[str, str]:
     """This process's environment for the demo's children: without settings for another fleet, with one thread for each
     process, and with `scratch` for the temporary files of torch and others."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("RL_PLANE_")}
+    inherited = for_child({}, os.environ)[1]
     own = {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
     return {"OMP_NUM_THREADS": "1", **inherited, **own}
 
