@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from rl_plane._util.log_format import json_line, set_up_logging
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import CONFIG, NatsServer
-from rl_plane.cli.children import ERR, OUT, Printer, run_child
+from rl_plane.cli.children import ERR, OUT, Printer, python, run_child
 from rl_plane.cli.exit_notices import tell_exit
 from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import READY, counted, one_line
@@ -88,11 +87,6 @@ def run_up(given: Command) -> int:
     finally:
         up.printer.flush()
     return 0
-
-
-def python(*args: str) -> list[str]:
-    """Our own interpreter, without the working directory on its path, so that a user's worker.py can't shadow ours."""
-    return [sys.executable, "-P", "-m", *args]
 
 
 def log_line(name: str, line: bytes) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_plane.bus.server import NatsServer
-from rl_plane.cli.children import Printer
+from rl_plane.cli.children import Printer, python
 from rl_plane.cli.supervisor import FIRST_PAUSE_S, SupervisedProcess, Supervisor
-from rl_plane.cli.up import python
 from rl_plane.demo.fleet import child_environment
 from tests.support.zygote import fork_rl_plane
 
