@@ -90,7 +90,7 @@ class Frontend:
             self.bus,
             self.recorder.counts if self.recorder is not None else {},
             {one.name: one.metrics for one in self.components},
-            self.own.status.engine_facts,
+            self.own.status.engines,
             options.dialects if options.speaks else (),
         )
 

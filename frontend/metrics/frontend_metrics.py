@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 
 from frontend.metrics.component_metrics import ComponentMetrics
 from frontend.metrics.upstream_names import upstream_families
-from frontend.routing.engine_facts import EngineFacts
+from frontend.routing.worker_work import Engine
 from rl_plane._util.metric_families import MetricsPage, counter, counters, gauge, labelled
 from rl_plane.bus.connection import Bus
 from rl_plane.protocol.envelope import PROTOCOL_VERSION
@@ -33,7 +33,7 @@ class FrontendMetrics:
         bus: Bus,
         records: Mapping[str, int],
         components: Mapping[str, ComponentMetrics],
-        engines: Callable[[], Sequence[EngineFacts]],
+        engines: Callable[[], Sequence[Engine]],
         dialects: Iterable[str] = (),
     ) -> None:
         self._bus, self._records = bus, records

@@ -17,8 +17,8 @@ from frontend.metrics.frontend_metrics import FrontendMetrics
 from frontend.metrics.lock_and_pause import LockAndPause
 from frontend.metrics.update_metrics import outcome_of
 from frontend.routing.departures import KEPT, KEPT_S, Departures
-from frontend.routing.engine_facts import EngineFacts, WorkerWork
 from frontend.routing.fleet_status import CLOSED_REASONS
+from frontend.routing.worker_work import Engine, WorkerWork
 from rl_plane.bus.lock import LOCK_TTL_S
 from rl_plane.commit.history import UpdateEntry
 from rl_plane.errors import CanaryFailed, Unavailable
@@ -51,12 +51,12 @@ def parts(
     }
 
 
-NO_ENGINES: list[EngineFacts] = []
+NO_ENGINES: list[Engine] = []
 
 
 def page(
     components: dict[str, ComponentMetrics],
-    engines: list[EngineFacts] = NO_ENGINES,
+    engines: list[Engine] = NO_ENGINES,
     dialects: tuple[str, ...] = (),
 ) -> str:
     bus: Any = SimpleNamespace(nc=SimpleNamespace(is_connected=True, stats={"reconnects": 0}))
@@ -379,8 +379,8 @@ def test_upstream_names_are_there_for_the_dialects_that_are_on(
 ) -> None:
     told = WorkerWork(100, 40, 2, 1, 0.25, 3, 12.5)
     engines = [
-        EngineFacts("a" * 16, "m", 2, 1, 4096, told),
-        EngineFacts("b" * 16, "m", 5, 0, None, WorkerWork(7, 9)),
+        Engine(replace(MEMBER, info={"model": "m", "kv_tokens": 4096}), told),
+        Engine(replace(MEMBER, instance_id="b" * 16, info={"model": "m"}), WorkerWork(7, 9, 5, 0)),
     ]
     found = {key: value for key, value in values(page({}, engines, dialects)).items() if "model_name" in key}
     of_a = {key.partition("{")[0]: value for key, value in found.items() if "a" * 16 in key}
@@ -410,7 +410,7 @@ def test_upstream_names_are_there_for_the_dialects_that_are_on(
 
 def test_the_docs_list_the_upstream_names_and_no_others() -> None:
     told = WorkerWork(100, 40, 2, 1, 0.25, 3, 12.5)
-    engines = [EngineFacts("a" * 16, "m", 2, 1, 4096, told)]
+    engines = [Engine(replace(MEMBER, info={"kv_tokens": 4096}), told)]
     found = values(page({}, engines, ("vllm", "sglang")))
     names = {name for key in found if ":" in (name := key.partition("{")[0])}
     text = (ROOT / "docs" / "metrics.md").read_text()
@@ -418,6 +418,7 @@ def test_the_docs_list_the_upstream_names_and_no_others() -> None:
 
 
 def test_the_status_of_a_worker_may_lack_the_load_of_its_engine() -> None:
-    assert WorkerWork.from_wire({"tokens_made": 3, "prompt_tokens": 4, "engine_load": None}) == WorkerWork(4, 3)
+    wire = {"running": 6, "waiting": 7, "tokens_made": 3, "prompt_tokens": 4}
+    assert WorkerWork.from_wire({**wire, "engine_load": None}) == WorkerWork(4, 3, 6, 7)
     load = {"running": 1, "waiting": 2, "kv_usage": 0.5, "preemptions": None, "tokens_per_s": None}
-    assert WorkerWork.from_wire({"engine_load": load}) == WorkerWork(0, 0, 1, 2, 0.5)
+    assert WorkerWork.from_wire({**wire, "engine_load": load}) == WorkerWork(4, 3, 1, 2, 0.5)
