@@ -39,7 +39,7 @@ try:
     from frontend.facade.events import FleetEvents
     from frontend.facade.facade_routes import add_facade_routes, add_own_routes
     from frontend.frontend_limits import FrontendLimits
-    from frontend.metrics.frontend_metrics import FrontendFacts, FrontendMetrics
+    from frontend.metrics.frontend_metrics import FrontendMetrics
     from frontend.pooling.pooling_routes import add_pooling_routes
     from frontend.records.record_writer import RecordWriter
     from frontend.served_component import ServedComponent, start_all, stop_all
@@ -87,9 +87,10 @@ class Frontend:
             if self.recorder is not None:
                 one.generation.on_record = self.recorder.put
         self.metrics = FrontendMetrics(
-            self._facts,
+            self.bus,
+            self.recorder.counts if self.recorder is not None else {},
             {one.name: one.metrics for one in self.components},
-            self.own.status.engine_facts,
+            self.own.status.engines,
             options.dialects if options.speaks else (),
         )
 
@@ -146,13 +147,6 @@ class Frontend:
             **self.own.about(),
             "components": {name: one.about() for name, one in self.by_name.items()},
         }
-
-    def _facts(self) -> FrontendFacts:
-        return FrontendFacts(
-            connected=self.bus.nc.is_connected,
-            reconnects=self.bus.nc.stats["reconnects"],
-            records=self.recorder.counts if self.recorder is not None else {},
-        )
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests and new updates, and waits for the requests under way."""

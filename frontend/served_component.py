@@ -13,7 +13,7 @@ from frontend.facade.nats_service import FleetService
 from frontend.facade.op_runner import OpRunner
 from frontend.facade.starting_workers import StartingWorkers
 from frontend.facade.update_recovery import UpdateRecovery
-from frontend.metrics.component_metrics import ComponentMetrics, FleetFacts, GenerationFacts
+from frontend.metrics.component_metrics import ComponentMetrics
 from frontend.metrics.lock_and_pause import LockAndPause
 from frontend.routing.committed import Committed
 from frontend.routing.departures import Departures
@@ -50,12 +50,10 @@ class ServedComponent:
         self.delivers_tokens = options.http_port is not None or (is_own and options.speaks)
         """Whether this frontend delivers its tokens. Updates do not wait for a frontend that does not."""
         self.status = FleetStatus(client, view)
-        self.metrics = ComponentMetrics(self)
         self.departures = Departures(view, self.status)
         self.starting = StartingWorkers(client.bus, view)
         self.lock_and_pause = LockAndPause(client.bus, view.subjects.state)
         self.events = FleetEvents(view, self.status, frontend_id, options.limits)
-        self.events.on_ended = self.metrics.updates.on_ended
         self.committed = Committed(view)
         self.lease = FrontendLease(view, frontend_id, options.limits)
         self.engines = EngineClient(
@@ -72,6 +70,17 @@ class ServedComponent:
             is_own=is_own,
         )
         self.lease.on_abort = self.generation.abort
+        self.metrics = ComponentMetrics(
+            view=view,
+            status=self.status,
+            departures=self.departures,
+            committed=self.committed,
+            lease=self.lease if self.delivers_tokens else None,
+            lock_and_pause=self.lock_and_pause,
+            engines=self.engines,
+            generation=self.generation,
+        )
+        self.events.on_ended = self.metrics.updates.on_ended
         fleet = Fleet(client, options.limits.session_idle_s)
         fleet.liveness_timeout_s = options.liveness_timeout_s
         fleet.expected = options.expect if is_own else 0
@@ -130,31 +139,6 @@ class ServedComponent:
             "expected": self.calls.fleet.expected or None,
             "workers": self.status.by_state(),
         }
-
-    def fleet_facts(self) -> FleetFacts:
-        members, record = self.view.snapshot(), self.committed.record
-        return FleetFacts(
-            by_state=self.status.by_state(),
-            closed=self.status.closed_by_reason(),
-            left=self.departures.counts,
-            engine_requests=self.status.engine_requests(),
-            epoch=members.epoch,
-            sequence=record.sequence if record else None,
-            version_lag=self.status.version_lag(record.sequence) if record else 0,
-            lease=self.lease.holds() if self.delivers_tokens else None,
-            lock_held_by=self.lock_and_pause.held_by(),
-            lock_held_s=self.lock_and_pause.held_s(),
-            pause_left_s=self.lock_and_pause.pause_left_s(),
-        )
-
-    def generation_facts(self) -> GenerationFacts:
-        return GenerationFacts(
-            outcomes=self.generation.outcomes,
-            in_flight=self.generation.in_flight,
-            picks=self.engines.router.picks,
-            moves=self.engines.moves,
-            timings=self.generation.timings,
-        )
 
 
 async def start_all(components: Sequence[ServedComponent]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from pydantic import Field
@@ -23,7 +24,7 @@ from frontend.server.shared_routes import DialectRequest, Handler, SharedRoutes
 from rl_plane._util.metric_families import CONTENT_TYPE
 from rl_plane.errors import InvalidRequest, NotFound
 from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp
-from rl_plane.protocol.validation import Body
+from rl_plane.protocol.validation import Body, parse_body
 
 PREFIX = "/v1/rl/"
 HEALTH = PREFIX + "health"
@@ -33,6 +34,9 @@ REQUESTS = PREFIX + "requests"
 METRICS = "/metrics"
 TAG = "steer"
 
+OwnRoute = partial(Operation, method="GET", tags=(TAG,))
+"""A route that is no op of the fleet."""
+
 FindEvents = Callable[[str | None], FleetEvents]
 """Finds the events of a component, None for the frontend's own. Raises NotFound for a component that the frontend does
 not serve."""
@@ -40,7 +44,7 @@ ExtendReply = Callable[[dict[str, Any], str], dict[str, Any]]
 """Adds to the reply of `workers`, for the listener's address as the caller reaches it."""
 
 MAX_DIGITS = 18
-"""The digits of an event's id, and some more."""
+"""The digits of an event's id or of seconds, and some more."""
 MAX_ID_CHARS = 128
 """The characters of a request's id, and some more."""
 
@@ -48,7 +52,7 @@ MAX_ID_CHARS = 128
 class EventsQuery(Body):
     """`GET /v1/rl/events`"""
 
-    since_s: int | None = Field(None, ge=0)
+    since_s: int | None = Field(None, ge=0, lt=10**MAX_DIGITS)
     """The kept events of so many seconds come first."""
     follow: bool = True
     """False: the stream ends after the kept events."""
@@ -115,13 +119,11 @@ def add_facade_routes(
 ) -> None:
     """`shared`: the dialects' routes. An op whose path a dialect uses too becomes one of them."""
     api.add(
-        Operation(
-            method="GET",
+        OwnRoute(
             path=HEALTH,
             endpoint=_health,
             name="health",
             summary="The frontend runs.",
-            tags=(TAG,),
             needs_key=False,
             errors=(),
         )
@@ -158,12 +160,14 @@ def add_facade_routes(
     _add_streams(api, events, metrics)
 
 
-def _number(field: str, given: str | None) -> int | None:
-    """A whole number that a caller gives as text. None: it gives none."""
-    if given is None or given == "":
+def _event_id(given: str | None) -> int | None:
+    """The header `Last-Event-ID`. None: the caller has no event."""
+    if not given:
         return None
     if not given.isascii() or not given.isdigit() or len(given) > MAX_DIGITS:
-        raise InvalidRequest(f"{field} is {given[:64]!r}", field=field, fix="give a whole number, or leave it out")
+        raise InvalidRequest(
+            f"Last-Event-ID is {given[:64]!r}", field="Last-Event-ID", fix="give a whole number, or leave it out"
+        )
     return int(given)
 
 
@@ -201,30 +205,23 @@ async def _health(request: Request) -> Response:
 
 def _add_streams(api: Api, find_events: FindEvents, metrics: FrontendMetrics) -> None:
     async def follow(request: Request) -> Response:
-        for name in request.query_params:
-            if name not in EventsQuery.model_fields:
-                raise InvalidRequest(f"unknown field {name!r}", field=name, fix="use since_s, follow or component")
-        events = find_events(request.query_params.get("component"))
-        if (follows := request.query_params.get("follow", "true")) not in ("true", "false"):
-            raise InvalidRequest(f"follow is {follows[:64]!r}", field="follow", fix="true or false")
-        after = _number("Last-Event-ID", request.headers.get("last-event-id"))
-        since_s = _number("since_s", request.query_params.get("since_s"))
+        asked = parse_body(EventsQuery, dict(request.query_params))
+        events = find_events(asked.component)
+        after = _event_id(request.headers.get("last-event-id"))
         return EventStream(
-            events.listen(after, since_s, follow=follows == "true"), framed=True, limits=events.limits
+            events.listen(after, asked.since_s, follow=asked.follow), framed=True, limits=events.limits
         )
 
     async def show_metrics(request: Request) -> Response:
         return Response(await metrics.text_for_scraper(), headers={"Content-Type": CONTENT_TYPE})
 
     api.add(
-        Operation(
-            method="GET",
+        OwnRoute(
             path=EVENTS,
             endpoint=follow,
             name="events",
             summary="What happens to the fleet, as it happens.",
             description=EVENTS_DOC,
-            tags=(TAG,),
             bodies=(EventsQuery,),
             in_query=True,
             media_type="text/event-stream",
@@ -232,13 +229,11 @@ def _add_streams(api: Api, find_events: FindEvents, metrics: FrontendMetrics) ->
         )
     )
     api.add(
-        Operation(
-            method="GET",
+        OwnRoute(
             path=METRICS,
             endpoint=show_metrics,
             name="metrics",
             summary="Metrics for Prometheus.",
-            tags=(TAG,),
             media_type="text/plain",
             errors=(401,),
         )
@@ -252,46 +247,33 @@ def add_own_routes(api: Api, name: str, facts: AboutFrontend, running: Mapping[s
         return json_response(about(request.scope[CALLER], name, facts()))
 
     async def show_requests(request: Request) -> Response:
-        for field in request.query_params:
-            if field not in RequestsQuery.model_fields:
-                raise InvalidRequest(f"unknown field {field!r}", field=field, fix="use id or component")
-        begins, component = request.query_params.get("id", ""), request.query_params.get("component")
-        if len(begins) > MAX_ID_CHARS:
-            raise InvalidRequest(
-                f"id has {len(begins)} characters, at most {MAX_ID_CHARS} are allowed",
-                field="id",
-                fix="give the id of a reply",
-            )
-        asked = {name: one for name, one in running.items() if component in (None, name)}
+        query = parse_body(RequestsQuery, dict(request.query_params))
+        asked = {name: one for name, one in running.items() if query.component in (None, name)}
         if not asked:
             raise NotFound(
-                f"{str(component)[:64]!r} is no component that is served here",
+                f"{str(query.component)[:64]!r} is no component that is served here",
                 field="component",
                 fix=f"name {' or '.join(running)}, or leave it out",
             )
-        return json_response(listed_requests(asked, begins))
+        return json_response(listed_requests(asked, query.id))
 
     api.add(
-        Operation(
-            method="GET",
+        OwnRoute(
             path=ABOUT,
             endpoint=show_about,
             name="about",
             summary="This frontend: its version, its connection to NATS, the caller's key.",
             description=ABOUT_DOC,
-            tags=(TAG,),
             errors=(401,),
         )
     )
     api.add(
-        Operation(
-            method="GET",
+        OwnRoute(
             path=REQUESTS,
             endpoint=show_requests,
             name="running_requests",
             summary="The choices that run through this frontend.",
             description=REQUESTS_DOC,
-            tags=(TAG,),
             bodies=(RequestsQuery,),
             in_query=True,
             errors=(400, 401, 404),

@@ -15,8 +15,8 @@ import msgpack
 from nats.aio.msg import Msg
 
 from frontend.routing.demands import Point
-from frontend.routing.engine_facts import NO_WORK, EngineFacts, WorkerWork
 from frontend.routing.router import Load
+from frontend.routing.worker_work import NO_WORK, Engine, WorkerWork
 from rl_plane._util.limited_log import LimitedLog
 from rl_plane._util.tasks import end_tasks
 from rl_plane.client import RlClient
@@ -209,10 +209,10 @@ class FleetStatus:
         loads = [status.load for _, status in self._of_members() if status is not None]
         return {"running": sum(one.running for one in loads), "waiting": sum(one.waiting for one in loads)}
 
-    def engine_facts(self) -> list[EngineFacts]:
+    def engines(self) -> list[Engine]:
         """The engines of all members that have answered, by their instance ids."""
         return [
-            EngineFacts.of(member, status.load, status.work)
+            Engine(member, status.work)
             for member, status in sorted(self._of_members(), key=lambda found: found[0].instance_id)
             if member.pipeline_stage is None and status is not None
         ]
@@ -259,11 +259,12 @@ class FleetStatus:
         if instance_id != message.subject.rpartition(".")[2]:
             log.warning("a status of %s came on %s", instance_id, message.subject)
             return
-        member = self._view.member(instance_id)
-        if member is not None and member.incarnation == status.incarnation:
-            self._take(instance_id, status)  # a worker that is not a member yet is asked when it joins
+        self._take(instance_id, status)
 
     def _take(self, instance_id: str, status: WorkerStatus) -> None:
+        member = self._view.member(instance_id)
+        if member is None or member.incarnation != status.incarnation:
+            return  # the worker has left; or it is not a member yet, and is asked when it joins
         before = self._known.get(instance_id)
         refused = self._refused_until.pop(instance_id, None)
         self._known[instance_id] = self._last_status[instance_id] = status

@@ -92,10 +92,8 @@ async def read_hashed(request: Request, max_bytes: int, place: LargeBodyPlace) -
     object."""
     data = await _read_body(request, max_bytes, place, BODY_TIMEOUT_S)
     digest = await asyncio.to_thread(lambda: hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest())
-    if data[:8].strip() == b"null":
-        return {}, digest
     if len(data) <= MAX_BODY_BYTES:
-        return await _parsed(data), digest
+        return {} if data.strip() == b"null" else await _parsed(data), digest
     return await asyncio.get_running_loop().run_in_executor(_LARGE, _parse_large, data), digest
 
 

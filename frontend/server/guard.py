@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import ipaddress
 import logging
 import time
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.server.listener_keys import ANYBODY, Keys
 from frontend.server.replies import ErrorShape, error_response, unanswered
+from rl_plane._util.host_header import is_own_name, name_in
 from rl_plane.errors import InvalidRequest, PlaneError, Unauthorized
 from rl_plane.protocol.http_keys import Caller
 
@@ -100,8 +100,8 @@ class Guard:
 
     def _refuse_pages(self, headers: Mapping[bytes, bytes]) -> None:
         """Refuses pages of other sites. A browser on this machine reaches a listener without a key."""
-        host = _name_in(headers.get(b"host", b""))
-        if host and not self._is_own_name(host):
+        host = name_in(headers.get(b"host", b"").decode("latin-1"))
+        if not is_own_name(host) and host not in self._hosts:
             raise Unauthorized(
                 f"a call to the name {host[:64]!r} needs a key: a web page can make its own name mean this machine",
                 field="Host",
@@ -109,17 +109,6 @@ class Guard:
             )
         if not _is_own_page(headers):
             raise Unauthorized("a web page of another origin needs a key", field="Origin", fix="set a key")
-
-    def _is_own_name(self, host: str) -> bool:
-        """Whether a `Host` header surely means this machine. The owner of a domain makes its names mean any machine;
-        an address, `localhost` and a name without a dot have no such owner."""
-        if host in self._hosts or "." not in host:
-            return True
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        return True
 
 
 def _check_framing(headers: list[tuple[bytes, bytes]]) -> None:
@@ -156,9 +145,3 @@ def _key_in(authorization: bytes) -> bytes:
         return base64.b64decode(given.strip(), validate=True).partition(b":")[2]
     except ValueError:
         return b""
-
-
-def _name_in(host: bytes) -> str:
-    """The name or address in a `Host` header, without the port."""
-    text = host.decode("latin-1").lower()
-    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0].rstrip(".")

@@ -70,7 +70,7 @@ class NatsServer:
         self._failed_write = False
         """A write has failed since the start of the server."""
         self._restarted_at = -RESTART_EVERY_S
-        """Monotonic seconds of the last `restart`."""
+        """Monotonic seconds of the last start after a failed write."""
 
     @property
     def url(self) -> str:
@@ -87,7 +87,8 @@ class NatsServer:
         command = [find_binary(), "-a", self._host, "-p", str(self._port or -1)]
         command += ["-js", "-sd", str(self._store), "--ports_file_dir", str(self._scratch)]
         command += ["-c", str(self._config)] if self._config else []
-        self._failed_write = False
+        if self._failed_write:
+            self._failed_write, self._restarted_at = False, time.monotonic()
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -135,13 +136,12 @@ class NatsServer:
 
     @property
     def needs_restart(self) -> bool:
-        """The disk was full, and has room again. False for a while after `restart`."""
+        """The disk was full, and has room again. False for a while after a start that was to help."""
         waits = time.monotonic() < self._restarted_at + RESTART_EVERY_S
         return self._failed_write and not waits and shutil.disk_usage(self._store).free >= ROOM_BYTES
 
     def restart(self) -> None:
         """Ends the server in order, and starts it on the same port and store."""
-        self._restarted_at = time.monotonic()
         self._end()
         self.start()
 

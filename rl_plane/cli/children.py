@@ -9,6 +9,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,11 @@ LAST_LINES_S = 1.0
 """Seconds for the last lines of a dead child to arrive."""
 
 OUT, ERR = 1, 2
+
+
+def python(*args: str) -> list[str]:
+    """Our own interpreter, without the working directory on its path, so that a user's worker.py can't shadow ours."""
+    return [sys.executable, "-P", "-m", *args]
 
 
 class Printer:

@@ -25,10 +25,10 @@ from rl_plane.protocol.dialects import DIALECTS
 from rl_plane.protocol.generation import RAW_LOGPROBS, LogprobsMode
 from rl_plane.protocol.pooling import TASKS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
-from rl_plane.protocol.validation import MAX_LEASE_S, PAUSE_WORDS
+from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S, UpdatePolicy
+from rl_plane.protocol.validation import MAX_LEASE_S, Body
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DIGEST_PATTERN, HEX_DIGITS
-from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
+from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S, Pause
 
 ENV_PREFIX = "RL_PLANE_"
 
@@ -105,10 +105,20 @@ class Setting(click.Option):
         return tuple(dict.fromkeys(super().process_value(ctx, value))) or self.otherwise
 
 
+def _of_field(model: type[Body], name: str, **how: Any) -> Setting:
+    """The flag of a request's field: its words, its default and its doc. `how`: other arguments of `Setting`."""
+    field = model.model_fields[name]
+    extra: Any = field.json_schema_extra
+    words = extra["enum"] if extra else get_args(field.annotation)
+    help = (field.description or "").replace("`", "")
+    if "default" in how:
+        help += f" Default: {field.default}."
+    return Setting(name, help, Choice(words) if words else bool, **{"default": field.default, **how})
+
+
 _NATS_URL = types.url(("nats", "tls", "ws", "wss"), DEFAULT_NATS_URL)
 _HTTP_URL = types.url(("http", "https"), DEFAULT_HTTP_URL)
 _POSITIVE = Seconds(0.001)
-_PAUSE_WORD = Choice(PAUSE_WORDS)
 
 SETTINGS: dict[str, Setting] = {
     str(setting.name): setting
@@ -327,15 +337,8 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("once", "Print one screen, and end.", bool, False),
         Setting("timeout_s", "Seconds to wait for the answer; of an update, for the weights.", _POSITIVE),
-        Setting(
-            "mode",
-            "keep freezes requests, wait lets them end, abort ends them. SGLang's retract and in_place are keep with "
-            "and without the caches dropped.",
-            _PAUSE_WORD,
-            "keep",
-            env="PAUSE_MODE",
-        ),
-        Setting("pause_mode", "How the update pauses: see `rl-plane pause`.", _PAUSE_WORD, "keep"),
+        _of_field(Pause, "mode", env="PAUSE_MODE"),
+        _of_field(UpdatePolicy, "pause_mode"),
         Setting("clear_cache", "Drop the prefix caches too, or not. Default: as the mode says.", bool),
         Setting(
             "lease_s",
@@ -345,45 +348,20 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("version", "The trainer's label of the weights, such as step_17.", types.LABEL),
         Setting("cast", "Allow another float dtype than the engine's.", bool, False),
-        Setting("keep_staged", "Keep the weights in host memory, for deltas and other workers.", bool, False),
-        Setting("keep_pause", "Leave the fleet paused after the commit.", bool, False),
-        Setting(
-            "kv",
-            "recompute makes running requests compute their KV again with the new weights; keep lets them keep it. "
-            "Default: recompute, and keep with --pause-mode in_place.",
-            Choice(["recompute", "keep"]),
-        ),
-        Setting(
-            "on_prepare_failure",
-            "abort commits on all workers or on none; exclude commits without the workers that fail.",
-            Choice(["abort", "exclude"]),
-            "abort",
-        ),
+        _of_field(UpdatePolicy, "keep_staged"),
+        _of_field(UpdatePolicy, "keep_pause"),
+        _of_field(UpdatePolicy, "kv", default=None),
+        _of_field(UpdatePolicy, "on_prepare_failure"),
         Setting("min_ready", "With exclude: how many workers must be ready.", IntRange(1, MAX_COUNT), 1),
-        Setting(
-            "barrier",
-            "strict never serves two versions at once; rolling updates worker by worker.",
-            Choice(["strict", "rolling"]),
-            "strict",
-        ),
-        Setting(
-            "staging",
-            "host stages weights beside the served ones; none writes over them, for a model that does not fit twice.",
-            Choice(["host", "none"]),
-            "host",
-        ),
+        _of_field(UpdatePolicy, "barrier"),
+        _of_field(UpdatePolicy, "staging"),
         Setting(
             "canary",
             "A JSON file with token sequences that every worker scores after the swap, and their values; off scores "
             "nothing. Default: sequences that follow from the vocabulary's size.",
             types.FILE_OR_OFF,
         ),
-        Setting(
-            "on_canary_failure",
-            "If every worker fails the canary: rollback to the version before, exclude every worker, or warn.",
-            Choice(["rollback", "exclude", "warn"]),
-            "rollback",
-        ),
+        _of_field(UpdatePolicy, "on_canary_failure"),
         Setting(
             "source",
             "A JSON file with url or urls, and perhaps headers: for signed URLs. It replaces PATH.",

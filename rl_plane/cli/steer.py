@@ -193,20 +193,12 @@ def _update_bound_s(policy: UpdatePolicy) -> float:
 
 
 def policy_of(values: Mapping[str, Any]) -> UpdatePolicy:
-    canary = values["canary"]
-    return UpdatePolicy(
-        barrier=values["barrier"],
-        staging=values["staging"],
-        keep_staged=values["keep_staged"],
-        pause_mode=values["pause_mode"],
-        on_prepare_failure=values["on_prepare_failure"],
-        min_ready=values["min_ready"],
-        keep_pause=values["keep_pause"],
-        **({} if values["kv"] is None else {"kv": values["kv"]}),
-        canary=read_canary(canary) if isinstance(canary, Path) else canary,
-        on_canary_failure=values["on_canary_failure"],
-        prepare_timeout_s=values["timeout_s"] or UpdatePolicy().prepare_timeout_s,
-    )
+    given = {name: values[name] for name in UpdatePolicy.model_fields if values.get(name) is not None}
+    if isinstance(canary := values["canary"], Path):
+        given["canary"] = read_canary(canary)
+    if values["timeout_s"] is not None:
+        given["prepare_timeout_s"] = values["timeout_s"]
+    return UpdatePolicy(**given)
 
 
 def _source(path: str | None, values: Mapping[str, Any]) -> dict[str, Any]:

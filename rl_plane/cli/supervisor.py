@@ -137,35 +137,33 @@ class Supervisor:
 
     # ---- nats-server ----
 
-    def supervise_nats(self, server: NatsServer, again: Callable[[], NatsServer]) -> None:
-        """Watches a nats-server that runs. `again()` makes another one on the same port and store."""
+    def supervise_nats(self, server: NatsServer) -> None:
+        """Starts a nats-server, and watches it from now on. BusUnreachable if it does not start."""
         self._nats = server
-        self._start("nats", self._supervise_nats(again))
+        server.start()
+        self._start("nats", self._supervise_nats(server))
 
-    async def _supervise_nats(self, again: Callable[[], NatsServer]) -> None:
-        assert self._nats is not None
+    async def _supervise_nats(self, server: NatsServer) -> None:
         restarts, started = 0, time.monotonic()
         while True:
-            ended = exit_of(self._nats.process)
+            ended = exit_of(server.process)
             while not ended.done():
                 await asyncio.wait([ended], timeout=LOOK_S)
-                self._look_at_nats(self._nats)
+                self._look_at_nats(server)
             code = ended.result()
             if self.end.is_set():
                 return
             restarts = 0 if time.monotonic() - started > STEADY_S else restarts
             self._event(f"nats-server ended: {exit_words(code)}; it starts again", event="died", name="nats")
             while not self.end.is_set():
-                self._nats.stop()
-                self._nats = again()
                 try:
-                    self._nats.start()  # on this thread, whose end ends it; this takes tens of milliseconds
+                    server.start()  # on this thread, whose end ends it; this takes tens of milliseconds
                 except PlaneError as error:
                     self._event(f"nats-server did not start: {error}", event="failed", name="nats")
                     await asyncio.sleep(self._pause(restarts))
                     restarts += 1
                     continue
-                pid = self._nats.process.pid
+                pid = server.process.pid
                 self._event(f"nats-server is back (pid {pid})", event="back", name="nats", pid=pid)
                 break
             restarts, started = restarts + 1, time.monotonic()

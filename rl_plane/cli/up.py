@@ -6,10 +6,7 @@ import asyncio
 import json
 import os
 import secrets
-import shutil
 import signal
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +21,7 @@ from rl_plane._util.log_format import json_line, set_up_logging
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import CONFIG, NatsServer
-from rl_plane.cli.children import ERR, OUT, Printer, run_child
+from rl_plane.cli.children import ERR, OUT, Printer, python, run_child
 from rl_plane.cli.exit_notices import tell_exit
 from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import READY, counted, one_line
@@ -90,11 +87,6 @@ def run_up(given: Command) -> int:
     return 0
 
 
-def python(*args: str) -> list[str]:
-    """Our own interpreter, without the working directory on its path, so that a user's worker.py can't shadow ours."""
-    return [sys.executable, "-P", "-m", *args]
-
-
 def log_line(name: str, line: bytes) -> str:
     """A child's line as a JSON object: its own object with the child's name, or an object around a line of text."""
     text = line.decode(errors="replace")
@@ -115,7 +107,6 @@ class Up:
         self.printer = Printer()
         self._json: bool = values["json"]
         self._logs_json = values["log_format"] == "json"
-        self._scratch: Path | None = None
         self._nats: NatsServer | None = None
         self._workers: list[str] = []
         self._known_as: dict[str, tuple[str, str]] = {}
@@ -150,8 +141,6 @@ class Up:
             drain_s = self.values["drain_s"]
             await end_tasks(self._telling)
             await supervisor.stop([(["frontend"], drain_s + FRONTEND_STOP_S), (self._workers, drain_s)])
-            if self._scratch is not None:
-                shutil.rmtree(self._scratch, ignore_errors=True)
         if supervisor.failed is not None:
             raise supervisor.failed
         self._event("all ended", event="ended")
@@ -231,19 +220,11 @@ class Up:
         return Path(os.fsdecode(lines[-1]))
 
     def _start_nats(self) -> None:
-        store = self.values["store"]
-        if store is None:
-            self._scratch = Path(tempfile.mkdtemp(prefix="rl-plane-up-"))
-            store = self._scratch
         keys = self.values["keys"]
         config = KeyFolder(keys).config if keys is not None else CONFIG
-        server = NatsServer(port=self.values["up_nats_port"], store=store, config=config)
-        server.start()
-        port = urlsplit(server.url).port
-        assert port is not None
-        self.values["nats_url"] = server.url
-        self._nats = server
-        self._supervisor.supervise_nats(server, lambda: NatsServer(port=port, store=store, config=config))
+        self._nats = NatsServer(port=self.values["up_nats_port"], store=self.values["store"], config=config)
+        self._supervisor.supervise_nats(self._nats)
+        self.values["nats_url"] = self._nats.url
 
     def _keep_ports(self) -> None:
         """Makes a restarted frontend take the ports of the first one."""

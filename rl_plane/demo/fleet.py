@@ -7,14 +7,14 @@ import json
 import os
 import secrets
 import shutil
-import sys
 import tempfile
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rl_plane.bus.server import NatsServer
-from rl_plane.cli.children import OUT, Printer, run_child
+from rl_plane.cli.children import OUT, Printer, python, run_child
+from rl_plane.cli.settings import for_child
 from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
 from rl_plane.errors import PlaneError
 from rl_plane.fleet.http_client import call_facade
@@ -27,16 +27,11 @@ STOP_S = 5.0
 NAMESPACE, COMPONENT = "demo", "engine"
 TAIL_CHARS = 300
 
-_MAKE_MODEL = (
-    "import sys; from pathlib import Path; from worker.testing.tiny_model import make_tiny_model; "
-    "make_tiny_model(Path(sys.argv[1]), seed=int(sys.argv[2]), dtype='float32')"
-)
-
 
 def child_environment(scratch: Path) -> dict[str, str]:
     """This process's environment for the demo's children: without settings for another fleet, with one thread for each
     process, and with `scratch` for the temporary files of torch and others."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("RL_PLANE_")}
+    inherited = for_child({}, os.environ)[1]
     own = {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
     return {"OMP_NUM_THREADS": "1", **inherited, **own}
 
@@ -85,7 +80,7 @@ class DemoFleet:
         await self.unless_failed(frontend.ready.wait(), START_TIMEOUT_S)
         arguments = ["--model", str(self.model), "--weights", str(self.weights), "--seed", str(self._seed)]
         arguments += ["--rl-url", self.urls["rl_url"], "--http-url", self.urls["http_url"], *trainer_arguments]
-        self._supervise("trainer", ["-m", "rl_plane.demo.trainer", *arguments])
+        self._supervise("trainer", python("rl_plane.demo.trainer", *arguments))
 
     def add_worker(self) -> str:
         """Starts a worker, and returns its instance id."""
@@ -141,10 +136,9 @@ class DemoFleet:
 
     def _rl_plane(self, command: str, *arguments: str, name: str = "") -> SupervisedProcess:
         bus = ["--nats-url", self._nats.url, "--namespace", NAMESPACE, "--component", COMPONENT]
-        return self._supervise(name or command, ["-m", "rl_plane.cli.main", command, *bus, *arguments, "--json"])
+        return self._supervise(name or command, python("rl_plane.cli.main", command, *bus, *arguments, "--json"))
 
-    def _supervise(self, name: str, arguments: list[str]) -> SupervisedProcess:
-        argv = [sys.executable, "-P", *arguments]
+    def _supervise(self, name: str, argv: list[str]) -> SupervisedProcess:
         process = SupervisedProcess(name, argv, self._environment, restart=False)
         process.on_ready = lambda: self._log(name, json.dumps(process.facts).encode(), OUT)
         self._log(name, b"", OUT)  # the log of a process is there as soon as the process
@@ -152,7 +146,7 @@ class DemoFleet:
         return process
 
     async def _make_model(self) -> None:
-        argv = [sys.executable, "-P", "-c", _MAKE_MODEL, str(self.model), str(self._seed)]
+        argv = python("worker.testing.tiny_model", str(self.model), "--seed", str(self._seed))
         if await run_child(argv, self._environment, lambda line, fd: self._log("model", line, fd)) != 0:
             raise PlaneError(f"no model could be made: {self._last_words.get('model', '')}")
 

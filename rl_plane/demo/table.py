@@ -9,43 +9,36 @@ from rl_plane.demo.story import StepRecord
 HEADER = "step  version   reward                        workers  rollout   update  logprob diff  canary diff"
 BAR = 20
 """Characters of the reward's bar."""
+DRAWINGS_PER_S = 2
 
 
 class LiveTable:
     def __init__(self, out: TextIO, planned: int) -> None:
-        self._out = out
+        from rich.console import Console
+
+        self._console = Console(file=out, soft_wrap=True, markup=False, highlight=False)
+        self._status = self._console.status("", refresh_per_second=DRAWINGS_PER_S)
         self._planned = planned
-        self._in_place = out.isatty()
         self._headed = False
 
     def phase(self, step: int, phase: str) -> None:
-        if self._in_place:
-            self._head()
-            self._out.write(f"\r\x1b[K{step:4}  {phase} … ({step} of {self._planned})")
-            self._out.flush()
+        """Shows the running step below the lines. Nothing if `out` is no terminal."""
+        self._status.update(f"{step:4}  {phase} … ({step} of {self._planned})")
+        self._status.start()
 
     def step(self, record: StepRecord) -> None:
-        self._head()
-        self._line(row(record))
+        if not self._headed:
+            self._headed = True
+            self.note(HEADER)
+        self.note(row(record))
 
     def note(self, text: str) -> None:
         """A line between the rows."""
-        self._line(text)
+        self._console.print(text)
 
     def end(self) -> None:
-        """Clears an unfinished line."""
-        if self._in_place:
-            self._out.write("\r\x1b[K")
-            self._out.flush()
-
-    def _head(self) -> None:
-        if not self._headed:
-            self._headed = True
-            self._line(HEADER)
-
-    def _line(self, text: str) -> None:
-        self._out.write(("\r\x1b[K" if self._in_place else "") + text + "\n")
-        self._out.flush()
+        """Clears the running step."""
+        self._status.stop()
 
 
 def _small(value: float | None) -> str:

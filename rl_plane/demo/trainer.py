@@ -23,7 +23,7 @@ from rl_plane.demo.policy import Policy
 from rl_plane.demo.reward import reward
 from rl_plane.demo.rollout import Completion, GroupSampler
 from rl_plane.demo.story import StepRecord
-from rl_plane.errors import Conflict, DeadlineExceeded, PlaneError, Unavailable
+from rl_plane.errors import Conflict, PlaneError, Unavailable
 from rl_plane.fleet.http_client import call_facade, call_json
 from rl_plane.protocol.canary import default_canary
 from rl_plane.publish import WeightPublisher
@@ -39,7 +39,6 @@ PREFIX = "step_"
 CALL_TIMEOUT_S = 10.0
 READY_TIMEOUT_S = 240.0
 """Loading torch and a model on two busy cores takes about 15 s per worker; vLLM and SGLang do so three times."""
-READY_POLL_S = 0.2
 ATTEMPTS = 4
 """The number of times that a version is published, if a worker that joins or dies undoes its update."""
 PAUSE_S = 0.3
@@ -67,17 +66,10 @@ def rolled_out(groups: list[list[Completion]], version: dict[str, Any]) -> dict[
     }
 
 
-def wait_ready(url: str, workers: int, timeout_s: float) -> None:
-    """Waits until so many workers serve the committed version."""
-    give_up = time.monotonic() + timeout_s
-    while True:
-        try:
-            call_facade(url, None, "ready", {"min_workers": workers, "wait_s": 1}, CALL_TIMEOUT_S)
-            return
-        except (Unavailable, DeadlineExceeded) as error:
-            if time.monotonic() > give_up:
-                raise DeadlineExceeded(f"{workers} workers were not ready in {timeout_s:g} s: {error}") from error
-        time.sleep(READY_POLL_S)
+def wait_ready(url: str, workers: int) -> None:
+    """Waits until so many workers serve the committed version. Unavailable if they don't within READY_TIMEOUT_S."""
+    body = {"min_workers": workers, "wait_s": READY_TIMEOUT_S}
+    call_facade(url, None, "ready", body, READY_TIMEOUT_S + CALL_TIMEOUT_S)
 
 
 def published(publisher: WeightPublisher, label: str, pause_s: float = PAUSE_S) -> tuple[dict[str, Any], int]:
@@ -93,7 +85,7 @@ def published(publisher: WeightPublisher, label: str, pause_s: float = PAUSE_S) 
 def train(args: argparse.Namespace) -> None:
     """Trains for `args.steps` steps, and emits an event for each phase and step."""
     policy = Policy(args.model)
-    wait_ready(args.rl_url, args.workers, READY_TIMEOUT_S)
+    wait_ready(args.rl_url, args.workers)
     name = call_json(f"{args.http_url}/v1/models", None, None, CALL_TIMEOUT_S)["data"][0]["id"]
     rollout = GroupSampler(args.http_url, name, GROUP, MAX_TOKENS)
     rng = random.Random(args.seed)
@@ -106,7 +98,7 @@ def train(args: argparse.Namespace) -> None:
         for step in range(1, args.steps + 1):
             if step == args.whole_fleet_from:
                 emit("phase", step=step, phase="waiting for the whole fleet")
-                wait_ready(args.rl_url, args.workers, READY_TIMEOUT_S)
+                wait_ready(args.rl_url, args.workers)
             emit("phase", step=step, phase="rolling out")
             start = time.monotonic()
             groups = rollout.groups(make_prompts(rng, policy.vocab_size), args.seed * 100_000 + step)

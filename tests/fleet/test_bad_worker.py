@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rl_plane._util.processes import die_with_parent
-from rl_plane.cli.up import python
+from rl_plane.cli.children import python
 from worker.engines.fake.adapter import fake_token, make_fake_model
 from worker.receive.staging import model_digest
 

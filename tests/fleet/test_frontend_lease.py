@@ -94,7 +94,7 @@ async def test_a_frontend_that_delivers_tokens_is_listed_until_it_ends(plane: Pl
         assert one.lease.holds()
         assert await listed(client) == [one.lease.frontend_id]
         assert not other.lease.holds()
-        assert (one.fleet_facts().lease, other.fleet_facts().lease) == (True, None)
+        assert (one.about()["serving_lease"], other.about()["serving_lease"]) == (True, None)
     assert await listed(client) == []
 
 

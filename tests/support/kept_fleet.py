@@ -11,9 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_plane.bus.server import NatsServer
-from rl_plane.cli.children import Printer
+from rl_plane.cli.children import Printer, python
 from rl_plane.cli.supervisor import FIRST_PAUSE_S, SupervisedProcess, Supervisor
-from rl_plane.cli.up import python
 from rl_plane.demo.fleet import child_environment
 from tests.support.zygote import fork_rl_plane
 
@@ -46,17 +45,10 @@ class KeptFleet:
     # ---- its life ----
 
     def start_nats(self) -> None:
-        self.nats.start()
-        if not self._with_nats:
-            return
-        port = urlsplit(self.nats.url).port
-        assert port is not None
-
-        def again() -> NatsServer:
-            self.nats = NatsServer(port=port, store=self.tmp / "store")
-            return self.nats
-
-        self._supervisor.supervise_nats(self.nats, again)
+        if self._with_nats:
+            self._supervisor.supervise_nats(self.nats)
+        else:
+            self.nats.start()
 
     def keep_frontend(self, name: str) -> None:
         kept = self._keep(name, "frontend", "--rl-port", "0", "--http-port", "0")

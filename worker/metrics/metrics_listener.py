@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import importlib.util
 import ipaddress
@@ -15,6 +14,7 @@ from email.parser import BytesParser
 from http import HTTPStatus
 
 from rl_plane._util.extras import missing_module
+from rl_plane._util.host_header import is_own_name, name_in
 from rl_plane._util.listening import listen_at
 from rl_plane.errors import InvalidRequest
 
@@ -118,13 +118,9 @@ class MetricsListener:
         return _reply(HTTPStatus.OK, await self._text(), CONTENT_TYPE)
 
     def _refusal(self, headers: Message) -> str | None:
-        """Why the request may not read the page. Without a key, a web page could make its own name mean this machine:
-        only an address and a name without a dot have no such owner."""
+        """Why the request may not read the page. Without a key, it must mean this machine."""
         if self._key is None:
-            name = (
-                str(headers.get("Host", "")).rpartition("]")[0] or str(headers.get("Host", "")).partition(":")[0]
-            )
-            if "." not in name or _is_address(name.strip("[]")):
+            if is_own_name(name_in(str(headers.get("Host", "")))):
                 return None
             return "use this machine's address, or set metrics_key (RL_PLANE_METRICS_KEY)"
         given = headers.get_all("Authorization", [])
@@ -132,13 +128,6 @@ class MetricsListener:
         if len(given) == 1 and hmac.compare_digest(str(given[0]).encode("latin-1", "replace"), wanted):
             return None
         return "send the header `Authorization: Bearer <key>`"
-
-
-def _is_address(name: str) -> bool:
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(name)
-        return True
-    return False
 
 
 def _reply(status: HTTPStatus, body: bytes | str, content_type: str = "text/plain; charset=utf-8") -> bytes:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -68,21 +66,20 @@ async def test_a_write_without_an_answer_names_the_disk_and_the_doctor_finds_it(
         await bus.close()
 
 
-async def test_the_supervisor_restarts_a_server_whose_disk_has_room_again(tmp_path: Path) -> None:
-    server = NatsServer(store=tmp_path / "store")
-    server.start()
-    port = urlsplit(server.url).port
-    assert port is not None
+async def test_the_supervisor_restarts_a_server_whose_disk_has_room_again_but_not_again_and_again() -> None:
+    server = NatsServer()
     events: list[tuple[str, dict[str, Any]]] = []
-    back = asyncio.Event()
+    back, stuck_again = asyncio.Event(), asyncio.Event()
 
     def note(words: str, **facts: Any) -> None:
         events.append((words, facts))
         if facts["event"] == "back":
             back.set()
+        elif back.is_set() and "takes no more writes" in words:
+            stuck_again.set()
 
     supervisor = Supervisor(Printer(), note, lambda name, line, fd: None)
-    supervisor.supervise_nats(server, lambda: NatsServer(port=port, store=tmp_path / "store"))
+    supervisor.supervise_nats(server)
     bus = await Bus.connect(server.url)
     subjects = Subjects("demo", "engine")
     again = asyncio.Event()
@@ -99,6 +96,10 @@ async def test_the_supervisor_restarts_a_server_whose_disk_has_room_again(tmp_pa
         await bus.put(subjects.state, "lock", b"x")
         assert "failed to store a msg" in events[0][0]
         assert [facts["event"] for _, facts in events] == ["error", "error", "error", "died", "back"]
+        await fill_for_a_moment(server, bus, subjects)
+        async with asyncio.timeout(BOUND_S):
+            await stuck_again.wait()
+        assert "takes no more writes" in events[-1][0], "it was to start again at once"
     finally:
         await bus.close()
         await supervisor.stop([])

@@ -348,14 +348,19 @@ def test_publish_beside_a_frontend_takes_the_files_for_nats(
 
 
 @pytest.mark.parametrize("components", [[], ["policy"], ["policy", "reward"]])
-def test_ready_listens_to_the_events_of_each_component_that_it_waits_for(
+def test_ready_asks_at_once_and_then_lets_the_frontend_wait_for_the_rest_of_the_time(
     facade: Facade, capsys: pytest.CaptureFixture[str], components: list[str]
 ) -> None:
     error = {"code": "no_workers", "message": "there is no worker"}
     facade.answers({"status": "error", "error": error}, 503)
-    assert main.run(["ready", "--wait", "2s", *(f"--component={name}" for name in components)]) == 1
-    heard = [one["query"].get("component") for one in facade.asked if one["path"] == "/v1/rl/events"]
-    assert sorted({name for names in heard for name in names or [""]}) == (components or [""])
+    assert main.run(["ready", "--wait", "1s", *(f"--component={name}" for name in components)]) == 1
+    first, second, *_ = [one["query"] for one in facade.asked if one["path"] == "/v1/rl/ready"]
+    assert first["wait_s"] == ["0.0"]
+    assert 0 < float(second["wait_s"][0]) < 1
+    assert [one.get("component") for one in (first, second)] == [
+        [",".join(components)] if components else None
+    ] * 2
+    assert capsys.readouterr().err.count("not ready yet: there is no worker") == 1
 
 
 def test_publish_refuses_a_namespace_beside_a_frontend(

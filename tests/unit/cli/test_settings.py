@@ -144,7 +144,8 @@ def test_settings_that_share_a_variable_read_it_alike() -> None:
     owners: dict[str, list[click.Option]] = {}
     for setting in SETTINGS.values():
         for other in owners.setdefault(setting.variable, []):
-            assert other.type == setting.type or other.multiple != setting.multiple, setting.variable
+            one_type, other_type = (getattr(each.type, "choices", each.type) for each in (setting, other))
+            assert one_type == other_type or other.multiple != setting.multiple, setting.variable
         owners[setting.variable].append(setting)
 
 

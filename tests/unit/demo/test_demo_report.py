@@ -199,4 +199,4 @@ def test_the_table_is_a_line_per_step_and_lives_on_a_terminal() -> None:
     assert lines[0].startswith("step  version")
     assert "initial   0.520" in lines[1]
     assert "\x1b" not in plain.getvalue()
-    assert terminal.getvalue().count("\r\x1b[K   1  rolling out") == 1
+    assert f"   1  rolling out … (1 of {STEPS})" in terminal.getvalue()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
 
-from frontend.server.bodies import list_fields, merge_query
+import pytest
+from starlette.requests import Request
+
+from frontend.server.bodies import MAX_BODY_BYTES, LargeBodyPlace, list_fields, merge_query, read_hashed
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 
@@ -31,3 +34,20 @@ def test_query_and_body_may_agree_but_not_differ() -> None:
         assert caught.value.facts["field"] == key
     with pytest.raises(InvalidRequest):
         merge_query([("mode", "keep"), ("mode", "abort")], {}, lists)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_null"),
+    [(b"null", True), (b" null \n", True), (b"null    {}", False), (b"null    trailing", False)],
+)
+async def test_only_a_body_of_null_alone_is_an_empty_object(body: bytes, is_null: bool) -> None:
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with LargeBodyPlace(asyncio.Semaphore()) as place:
+        if is_null:
+            assert (await read_hashed(request, MAX_BODY_BYTES, place))[0] == {}
+        else:
+            with pytest.raises(InvalidRequest, match="JSON"):
+                await read_hashed(request, MAX_BODY_BYTES, place)

@@ -365,6 +365,38 @@ class OneWorker:
         await self.hear(SimpleNamespace(data=msgpack.packb(told), subject=subject))
 
 
+class LeavesWhileAsked(OneWorker):
+    """The worker answers `state`. It leaves the fleet before the answer is read, because the question also waits for
+    another worker. With `newcomer`, the worker has started again by then."""
+
+    def __init__(self, worker: Member, newcomer: Member | None) -> None:
+        super().__init__(worker)
+        self.asked, self.newcomer = worker, newcomer
+
+    def member(self, instance_id: str) -> Member | None:
+        return self.newcomer
+
+    async def call_all(self, op: str, **how: Any) -> Any:
+        self.changed(Changed(self.asked, self.newcomer))
+        admission = {"open": True, "reasons": []}
+        body = {**record(1).held.to_wire(), "admission": admission, "running": 0, "waiting": 0}
+        row = SimpleNamespace(
+            instance_id=self.asked.instance_id, incarnation=self.asked.incarnation, status="ok", body=body
+        )
+        return SimpleNamespace(rows=[row])
+
+
+@pytest.mark.parametrize("newcomer", [None, Member("w", "j", "s", 1, 0, {})])
+async def test_the_answer_of_a_worker_that_has_left_is_no_status(newcomer: Member | None) -> None:
+    fleet: Any = LeavesWhileAsked(Member("w", "i", "s", 1, 0, {}), newcomer)
+    known = FleetStatus(fleet, fleet)
+    heard: list[str] = []
+    known.on_status.append(lambda instance_id, status: heard.append(instance_id))
+    await known.start()
+    await known.stop()
+    assert heard == []
+
+
 async def test_a_worker_makes_no_more_tokens_of_a_version_that_it_has_replaced() -> None:
     """This holds even while a frontend that was cut off asks the worker anew. Another process's report does not
     count."""

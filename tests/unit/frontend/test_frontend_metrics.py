@@ -6,18 +6,19 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 
 from frontend.completions.token_timings import TokenTimings
-from frontend.metrics.component_metrics import ComponentMetrics, FleetFacts, GenerationFacts
-from frontend.metrics.frontend_metrics import FrontendFacts, FrontendMetrics
+from frontend.metrics.component_metrics import ComponentMetrics
+from frontend.metrics.frontend_metrics import FrontendMetrics
 from frontend.metrics.lock_and_pause import LockAndPause
 from frontend.metrics.update_metrics import outcome_of
 from frontend.routing.departures import KEPT, KEPT_S, Departures
-from frontend.routing.engine_facts import EngineFacts, WorkerWork
 from frontend.routing.fleet_status import CLOSED_REASONS
+from frontend.routing.worker_work import Engine, WorkerWork
 from rl_plane.bus.lock import LOCK_TTL_S
 from rl_plane.commit.history import UpdateEntry
 from rl_plane.errors import CanaryFailed, Unavailable
@@ -28,48 +29,38 @@ from tests.support.metrics_pages import values
 from tests.support.paths import ROOT
 from worker.reconcile.worker_state import Reason
 
-FLEET = FleetFacts(
-    by_state={"open": 1, "closed": 1},
-    closed={},
-    left={},
-    engine_requests={},
-    epoch=3,
-    sequence=None,
-    version_lag=0,
-    lease=None,
-    lock_held_by={},
-    lock_held_s=0.0,
-    pause_left_s=0.0,
-)
+
+def parts(
+    *, closed: int = 0, epoch: int = 3, sequence: int | None = None, lease: bool | None = None
+) -> dict[str, Any]:
+    """Stands in for the parts of a component. `closed`: workers that the reason `numerics` closes."""
+    return {
+        "view": SimpleNamespace(snapshot=lambda: SimpleNamespace(epoch=epoch)),
+        "status": SimpleNamespace(
+            by_state=lambda: {"open": 1, "closed": 1},
+            closed_by_reason=lambda: {"numerics": closed},
+            engine_requests=dict,
+            version_lag=lambda committed: 0,
+        ),
+        "departures": SimpleNamespace(counts={}),
+        "committed": SimpleNamespace(record=SimpleNamespace(sequence=sequence) if sequence else None),
+        "lease": SimpleNamespace(holds=lambda: lease) if lease is not None else None,
+        "lock_and_pause": SimpleNamespace(held_by=dict, held_s=lambda: 0.0, pause_left_s=lambda: 0.0),
+        "engines": SimpleNamespace(router=SimpleNamespace(picks={"load": 3}), moves={}),
+        "generation": SimpleNamespace(outcomes={}, in_flight=0, timings=TokenTimings()),
+    }
 
 
-class Facts:
-    """The facts of a frontend that tests set."""
-
-    def __init__(self, **fleet: Any) -> None:
-        self.fleet = replace(FLEET, **fleet)
-        self.outcomes: dict[str, int] = {}
-        self.timings = TokenTimings()
-
-    def fleet_facts(self) -> FleetFacts:
-        return self.fleet
-
-    def generation_facts(self) -> GenerationFacts:
-        return GenerationFacts(
-            outcomes=self.outcomes, in_flight=0, picks={"load": 3}, moves={}, timings=self.timings
-        )
-
-
-NO_ENGINES: list[EngineFacts] = []
+NO_ENGINES: list[Engine] = []
 
 
 def page(
     components: dict[str, ComponentMetrics],
-    engines: list[EngineFacts] = NO_ENGINES,
+    engines: list[Engine] = NO_ENGINES,
     dialects: tuple[str, ...] = (),
 ) -> str:
-    facts = FrontendFacts(connected=True, reconnects=0)
-    return FrontendMetrics(lambda: facts, components, lambda: engines, dialects).text().decode()
+    bus: Any = SimpleNamespace(nc=SimpleNamespace(is_connected=True, stats={"reconnects": 0}))
+    return FrontendMetrics(bus, {}, components, lambda: engines, dialects).text().decode()
 
 
 def shown(metrics: ComponentMetrics) -> dict[str, float]:
@@ -79,23 +70,23 @@ def shown(metrics: ComponentMetrics) -> dict[str, float]:
 
 @pytest.mark.parametrize(("lease", "told"), [(True, 1.0), (False, 0.0), (None, None)])
 def test_the_metrics_show_the_lease(lease: bool | None, told: float | None) -> None:
-    found = shown(ComponentMetrics(Facts(lease=lease)))
+    found = shown(ComponentMetrics(**parts(lease=lease)))
     assert "rl_plane_committed_sequence" not in found
     assert found['rl_plane_generation_picks_total{by="load"}'] == 3
     assert found.get("rl_plane_serving_lease") == told
 
 
 def test_the_metrics_keep_every_digit() -> None:
-    facts = Facts(epoch=1_795_477_252_162)
-    facts.outcomes["ok"] = 1_234_567
-    found = shown(ComponentMetrics(facts))
+    given = parts(epoch=1_795_477_252_162)
+    given["generation"].outcomes["ok"] = 1_234_567
+    found = shown(ComponentMetrics(**given))
     assert found["rl_plane_membership_epoch"] == 1_795_477_252_162
     assert found['rl_plane_generation_requests_total{outcome="ok"}'] == 1_234_567
 
 
 def test_each_components_series_have_its_name() -> None:
-    facts = {"policy": Facts(sequence=7), "reference": Facts(lease=True)}
-    metrics = {name: ComponentMetrics(one) for name, one in facts.items()}
+    given = {"policy": parts(sequence=7), "reference": parts(lease=True)}
+    metrics = {name: ComponentMetrics(**one) for name, one in given.items()}
     metrics["reference"].on_op("pause", "ok")
     found = values(page(metrics))
     assert found['rl_plane_committed_sequence{component="policy"}'] == 7
@@ -123,7 +114,7 @@ def ended(**more: Any) -> UpdateEntry:
 
 
 def test_an_update_is_counted_by_outcome_and_transport() -> None:
-    metrics = ComponentMetrics(Facts())
+    metrics = ComponentMetrics(**parts())
     metrics.updates.on_ended(ended(phases={"receive_s": 0.2, "gate_s": 0.002, "nonsense_s": 1.0}))
     metrics.updates.on_ended(ended(phases={"receive_s": 20.0}, excluded=["c"], workers_left_out=2))
     metrics.updates.on_ended(ended(outcome="aborted", transport={"backend": "x" * 100}, phases={"gate_s": 1.0}))
@@ -159,7 +150,7 @@ def test_the_outcome_of_an_update_has_one_word(entry: UpdateEntry, outcome: str)
 
 
 def test_the_metrics_show_the_canary() -> None:
-    metrics = ComponentMetrics(Facts(closed={"numerics": 1}))
+    metrics = ComponentMetrics(**parts(closed=1))
     assert shown(metrics)['rl_plane_workers_closed{reason="numerics"}'] == 1
     assert "rl_plane_canary_last_difference" not in shown(metrics)
     for difference, reasons in ((0.5, {"trainer": 2, "x": 7}), (0.25, {"trainer": 1, "tie": 2})):
@@ -177,13 +168,14 @@ def test_the_metrics_show_the_canary() -> None:
 
 
 def test_tokens_that_come_together_share_their_gap() -> None:
-    facts = Facts()
-    facts.timings.on_first(0.05, 1)
-    facts.timings.on_more(0.08, 4)
-    facts.timings.on_more(5.0, 1)
+    given = parts()
+    timings = given["generation"].timings
+    timings.on_first(0.05, 1)
+    timings.on_more(0.08, 4)
+    timings.on_more(5.0, 1)
     for lag in (0, 2, 40):
-        facts.timings.on_end(lag)
-    found = shown(ComponentMetrics(facts))
+        timings.on_end(lag)
+    found = shown(ComponentMetrics(**given))
     assert found["rl_plane_generation_tokens_total"] == 6
     assert found["rl_plane_generation_first_token_seconds_count"] == 1
     assert found['rl_plane_generation_token_gap_seconds_bucket{le="0.03"}'] == 4
@@ -195,7 +187,7 @@ def test_tokens_that_come_together_share_their_gap() -> None:
 
 
 def test_a_strangers_words_never_become_labels() -> None:
-    metrics = ComponentMetrics(Facts())
+    metrics = ComponentMetrics(**parts())
     metrics.on_op("pause", "ok")
     metrics.on_op("x" * 50, "y" * 50)
     found = {key: value for key, value in shown(metrics).items() if key.startswith("rl_plane_calls_total")}
@@ -387,8 +379,8 @@ def test_upstream_names_are_there_for_the_dialects_that_are_on(
 ) -> None:
     told = WorkerWork(100, 40, 2, 1, 0.25, 3, 12.5)
     engines = [
-        EngineFacts("a" * 16, "m", 2, 1, 4096, told),
-        EngineFacts("b" * 16, "m", 5, 0, None, WorkerWork(7, 9)),
+        Engine(replace(MEMBER, info={"model": "m", "kv_tokens": 4096}), told),
+        Engine(replace(MEMBER, instance_id="b" * 16, info={"model": "m"}), WorkerWork(7, 9, 5, 0)),
     ]
     found = {key: value for key, value in values(page({}, engines, dialects)).items() if "model_name" in key}
     of_a = {key.partition("{")[0]: value for key, value in found.items() if "a" * 16 in key}
@@ -418,7 +410,7 @@ def test_upstream_names_are_there_for_the_dialects_that_are_on(
 
 def test_the_docs_list_the_upstream_names_and_no_others() -> None:
     told = WorkerWork(100, 40, 2, 1, 0.25, 3, 12.5)
-    engines = [EngineFacts("a" * 16, "m", 2, 1, 4096, told)]
+    engines = [Engine(replace(MEMBER, info={"kv_tokens": 4096}), told)]
     found = values(page({}, engines, ("vllm", "sglang")))
     names = {name for key in found if ":" in (name := key.partition("{")[0])}
     text = (ROOT / "docs" / "metrics.md").read_text()
@@ -426,6 +418,7 @@ def test_the_docs_list_the_upstream_names_and_no_others() -> None:
 
 
 def test_the_status_of_a_worker_may_lack_the_load_of_its_engine() -> None:
-    assert WorkerWork.from_wire({"tokens_made": 3, "prompt_tokens": 4, "engine_load": None}) == WorkerWork(4, 3)
+    wire = {"running": 6, "waiting": 7, "tokens_made": 3, "prompt_tokens": 4}
+    assert WorkerWork.from_wire({**wire, "engine_load": None}) == WorkerWork(4, 3, 6, 7)
     load = {"running": 1, "waiting": 2, "kv_usage": 0.5, "preemptions": None, "tokens_per_s": None}
-    assert WorkerWork.from_wire({"engine_load": load}) == WorkerWork(0, 0, 1, 2, 0.5)
+    assert WorkerWork.from_wire({**wire, "engine_load": load}) == WorkerWork(4, 3, 1, 2, 0.5)

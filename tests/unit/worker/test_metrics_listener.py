@@ -58,6 +58,29 @@ async def test_a_scrape_gets_the_page_and_the_connection_ends() -> None:
     assert (b"Content-Length: 4" in head, body) == (True, b"a 1\n")
 
 
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [
+        ("", True),
+        ("LOCALHOST:80", True),
+        ("gpu7", True),
+        ("10.0.0.7:8000", True),
+        ("[::ffff:10.0.0.7]:8000", True),
+        ("evil.example", False),
+        ("evil.example.:80", False),
+        ("10.0.0.7.evil.example", False),
+        ("[evil.example]", False),
+    ],
+)
+async def test_only_a_name_that_surely_means_this_machine_gets_the_page_without_a_key(
+    host: str, is_own: bool
+) -> None:
+    async with listening() as port:
+        found = await answer(port, f"GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+    assert (b"200 OK" in found) is is_own
+    assert (b"401 Unauthorized" in found) is not is_own
+
+
 @pytest.mark.parametrize("request_", [b"", b"GET /metrics HTTP/1.1\r\nHost: x", b"\x00" * 100])
 async def test_a_request_that_does_not_end_is_cut(request_: bytes) -> None:
     async with listening(request_s=0.05) as port:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from frontend.routing.router import Load
 from rl_plane.membership.core import Member
 
 
@@ -18,10 +17,13 @@ class WorkerWork:
     """Prompt tokens of the requests that have begun since the worker's start."""
     tokens_made: int = 0
     """Tokens that the engine has made since the worker's start."""
-    running: int | None = None
-    """The engine's own count. None here and below: the engine does not report it."""
-    waiting: int | None = None
+    running: int = 0
+    """Requests in the engine's batch."""
+    waiting: int = 0
+    """Requests that wait for a place in the engine's batch. From an engine that does not tell them: requests without a
+    token yet."""
     kv_usage: float | None = None
+    """None here and below: the engine does not report it."""
     preemptions: int | None = None
     tokens_per_s: float | None = None
 
@@ -32,8 +34,8 @@ class WorkerWork:
         return cls(
             int(wire.get("prompt_tokens", 0)),
             int(wire.get("tokens_made", 0)),
-            _number(load, "running", int),
-            _number(load, "waiting", int),
+            int(load.get("running", wire["running"])),
+            int(load.get("waiting", wire["waiting"])),
             _number(load, "kv_usage", float),
             _number(load, "preemptions", int),
             _number(load, "tokens_per_s", float),
@@ -43,31 +45,11 @@ class WorkerWork:
 NO_WORK = WorkerWork()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """One engine at the time of one scrape."""
+class Engine(NamedTuple):
+    """A member with an engine, and the engine's counts."""
 
-    instance_id: str
-    model: str
-    running: int
-    waiting: int
-    """Requests that wait for a place in the engine's batch. From an engine that does not tell them: requests without a
-    token yet."""
-    kv_tokens: int | None
-    """The tokens that the KV cache has room for."""
+    member: Member
     work: WorkerWork
-
-    @classmethod
-    def of(cls, member: Member, load: Load, work: WorkerWork) -> EngineFacts:
-        kv_tokens = member.info.get("kv_tokens")
-        return cls(
-            member.instance_id,
-            str(member.info.get("model", "")),
-            load.running if work.running is None else work.running,
-            load.waiting if work.waiting is None else work.waiting,
-            kv_tokens if isinstance(kv_tokens, int) else None,
-            work,
-        )
 
 
 def _number(load: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
