@@ -16,7 +16,7 @@ STUB := deploy/torchvision-stub
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 LOCKED := $(PIP) --no-build-isolation --require-hashes
 
-.PHONY: setup engines demo test test-fast test-docs test-bench test-kills lint lock audit fuzz fuzz-http fuzz-nats sim mutants soak bench docs clean
+.PHONY: setup engines demo test test-fast test-docs test-bench test-kills lint bytecode lock audit fuzz fuzz-http fuzz-nats sim mutants soak bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -48,7 +48,9 @@ PYTEST := $(BIN)/python -m pytest --durations 40 --reruns 1 --max-suite-reruns 4
 # The files run by name: in order of their counts, the files with few and long tests would come last, one beside idle cores.
 BESIDE := $(PYTEST) --dist loadfile --no-loadscope-reorder
 
-test: engines lint
+# A check that fails beside other work says so again at the end.
+test: setup
+	$(MAKE) --jobs 2 --output-sync=target engines lint bytecode || $(MAKE) engines lint
 	$(BESIDE) -n 5 -m 'not engines and (not slow or parallel)'
 	$(BESIDE) -n 3 -m '(engines or (slow and not parallel)) and not (alone or bench or docs or kills)'
 	$(PYTEST) -m 'alone and not kills'
@@ -66,7 +68,8 @@ test-kills: engines
 test-bench: engines
 	$(PYTEST) -m bench
 
-test-fast: lint
+test-fast: setup
+	$(MAKE) --jobs 2 --output-sync=target lint bytecode || $(MAKE) lint
 	$(BESIDE) -n 5 -m 'not engines and not slow'
 	@echo 'Left out: the tests of vLLM, SGLang and most of hf, and the slow ones (kill matrix, simulation, docs, …). make test has all.'
 
@@ -75,6 +78,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.lint
+
+# Stores the bytecode of the test modules. Without it, each of five test processes would compile all of them at once.
+bytecode: setup
+	-$(BIN)/python -m pytest --collect-only --quiet > /dev/null 2>&1
 
 # Writes deploy/locks again after a change of pyproject.toml or of an .in file; UPGRADE=1 takes the newest versions.
 lock: $(VENV)/.tools
