@@ -54,6 +54,8 @@ BOUND_S = 120.0
 NEW_TOKENS = 8
 LONG = 512
 """New tokens of a request that is still running when a check pauses or aborts it."""
+CANCELLED_MODES: tuple[PauseMode, ...] = ("wait", "keep", "abort")
+"""The modes of the pauses that a check cancels. `abort` is the last one: it ends the request for which `wait` waits."""
 
 T = TypeVar("T")
 
@@ -394,6 +396,28 @@ async def pause_abort_ends_all(at: EngineUnderTest) -> None:
     assert len((await at.generate()).tokens) == NEW_TOKENS
 
 
+async def cancelled_pauses_leave_it_running(at: EngineUnderTest) -> None:
+    """A deadline may cancel a pause that has begun. The engine then runs as before."""
+    stream = at.stream()
+    await stream.reach(1)
+    for mode in CANCELLED_MODES:
+        await cancel_pause(at, mode)
+        assert len((await at.generate()).tokens) == NEW_TOKENS
+    await at.engine.abort([stream.id])
+    await stream.end()
+
+
+async def cancel_pause(at: EngineUnderTest, mode: PauseMode) -> None:
+    """Begins a pause and cancels it at its first `await`. The engine runs when this returns."""
+    pausing = asyncio.create_task(at.engine.pause(mode, False))
+    await asyncio.sleep(0)
+    pausing.cancel()
+    await asyncio.wait([pausing], timeout=BOUND_S)
+    assert pausing.done(), "a pause that is cancelled ends"
+    if not pausing.cancelled():  # it had nothing to wait for
+        await bounded(at.engine.resume())
+
+
 async def swap_changes_tokens_and_nothing_else(at: EngineUnderTest) -> None:
     """New weights make other tokens, under their own label. The old weights then make the old tokens again."""
     spec, before, sums = at.engine.weight_spec(), await at.generate(), await checksum(at)
@@ -625,6 +649,7 @@ CHECKS: Mapping[str, Check] = {
         pause_keep_freezes,
         pause_wait_drains,
         pause_abort_ends_all,
+        cancelled_pauses_leave_it_running,
         swap_changes_tokens_and_nothing_else,
         swap_under_a_stream,
         kept_kv_is_told_and_used_by_no_other_request,

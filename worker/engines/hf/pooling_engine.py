@@ -263,10 +263,16 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
         return self._abort_tokenized(request_ids) + self._gate.abort(request_ids)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+        was_paused = self._gate.is_paused
         if mode == "abort":
             self._abort_tokenized(None)
         await self._gate.pause(mode)
-        await self.liveness()  # a batch that had begun is done
+        try:
+            await self.liveness()  # a batch that had begun is done
+        except BaseException:
+            if not was_paused:
+                self._gate.resume()
+            raise
         return clear_cache
 
     async def resume(self) -> None:
