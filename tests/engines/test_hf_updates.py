@@ -224,7 +224,9 @@ async def test_a_pause_that_fails_leaves_the_engine_as_it_was(
     assert (await run(engine, ask([7]))).tokens == witnessed(1, 7, 16)
 
 
-async def test_a_cancelled_wait_freezes_again_and_a_resume_ends_a_wait(start: Start, models: Models) -> None:
+async def test_a_cancelled_wait_freezes_again_and_a_resume_during_a_wait_counts(
+    start: Start, models: Models
+) -> None:
     engine = await start(models.witness[1])
     one = Run(engine, ask([7], max_tokens=2000))
     await one.reach(1)
@@ -241,13 +243,12 @@ async def test_a_cancelled_wait_freezes_again_and_a_resume_ends_a_wait(start: St
         await engine.liveness()
     assert len(one.result.tokens) == frozen < 2000
     assert held.result.tokens == []
-    # A resume in the middle of a wait ends it.
     waiting = asyncio.create_task(engine.pause("wait", clear_cache=False))
     await engine.liveness()
     await engine.resume()
-    with pytest.raises(EngineFailed, match="resume"):
-        async with asyncio.timeout(BOUND_S):
-            await waiting
+    async with asyncio.timeout(BOUND_S):
+        await waiting
+    assert not one.has_ended
     assert (await held.end()).tokens == witnessed(1, 8, 16)
     assert await engine.abort(None) == 1
     result = await one.end()

@@ -8,7 +8,8 @@ blocks for more than a few milliseconds moves that work to a thread of its own. 
 worker calls on a thread.
 
 Concurrency: the worker calls the methods that change something (`pause`, `resume`, `swap`, `flush_cache`, `score`, …)
-one at a time. `generate`, `abort`, `liveness` and `load` may run at any moment, during those calls too.
+one at a time. A deadline cancels a call, and the next call comes when the cancelled one has ended. `generate`, `abort`,
+`liveness` and `load` may run at any moment, during those calls too.
 
 Errors: a method raises a `PlaneError`.
     Unsupported     this engine or build can't do it; the message says why
@@ -278,7 +279,7 @@ class EngineAdapter(ReceivesWeights):
         - `abort`: ends all requests, as `abort(None)` does.
 
         If it raises or is cancelled, the engine is as it was before, running or paused. Requests that mode `abort` has
-        ended stay ended. A later `pause` or `resume` ends a `wait` with an error.
+        ended stay ended.
         """
 
     @abstractmethod

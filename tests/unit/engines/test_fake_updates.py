@@ -159,6 +159,19 @@ async def test_cancelling_a_wait_leaves_things_as_they_were(base: Path) -> None:
         await drain(stream)
 
 
+async def test_a_resume_during_a_wait_counts(base: Path) -> None:
+    engine = await started(base)
+    stream = engine.generate(ask(max_tokens=3))
+    await anext(stream)
+    pausing = asyncio.create_task(engine.pause("wait", False))
+    await settle()
+    await engine.resume()
+    async with asyncio.timeout(BOUND_S):
+        await pausing
+        assert len(await drain(stream)) == 2
+        assert len(await drain(engine.generate(ask(max_tokens=3)))) == 3
+
+
 async def test_a_pause_with_an_unknown_mode_is_refused_and_pauses_nothing(base: Path) -> None:
     engine = await started(base)
     with pytest.raises(InvalidRequest) as caught:

@@ -199,9 +199,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 await self._call(lambda loop: loop.abort(None))
             return clear_cache and await self.flush_cache()
         except BaseException:
-            # Unless another pause or a resume has ended this one. No await: later commands run after this one.
-            if drained.cancelled() or not drained.done() or drained.exception() is None:
-                loop.call(lambda: loop.go_back(before))
+            loop.call(lambda: loop.go_back(before))  # no await: later commands run after this one
             raise
 
     async def resume(self) -> None:

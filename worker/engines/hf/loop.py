@@ -140,12 +140,10 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return len(victims)
 
     def freeze(self) -> None:
-        self._end_wait()
         self._gate_closed = self.frozen = True
 
     def drain(self, drained: Future[None]) -> None:
         """Holds new requests, lets running ones end (frozen ones too), then freezes."""
-        self._end_wait()
         self._gate_closed, self.frozen = True, False
         self._drain = drained
 
@@ -155,7 +153,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             self.freeze() if was_frozen else self.thaw()
 
     def thaw(self) -> None:
-        self._end_wait()
         self._gate_closed = self.frozen = False
         while self._held:
             self._admit(self._held.popleft())
@@ -202,12 +199,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._stopping = True
 
     # the generation thread
-
-    def _end_wait(self) -> None:
-        """Ends a drain that still waits, with an error: another pause or a resume replaces it."""
-        drained, self._drain = self._drain, None
-        if drained is not None and not drained.done() and drained.set_running_or_notify_cancel():
-            drained.set_exception(EngineFailed("another pause or resume ended this wait"))
 
     def _admit(self, stream: HfStream) -> None:
         self._live[stream.key] = stream
@@ -352,9 +343,9 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
 
     def _finish_drain(self) -> None:
         drained = self._drain
-        # Its caller undoes a cancelled drain. A finished one stays until the next pause or resume.
-        if drained is not None and not self._live and not drained.done():
-            self.frozen = True
+        if drained is not None and not (self._live and self._gate_closed):
+            self._drain = None
+            self.frozen = self._gate_closed  # a resume has opened the gate, and counts
             if drained.set_running_or_notify_cancel():
                 drained.set_result(None)
 
