@@ -676,7 +676,7 @@ async def test_after_an_overwrite_no_new_request_reuses_old_kv(start: Start, roo
 async def test_overwriting_holds_one_tensor_at_a_time(start: Start, witnesses: dict[int, Path]) -> None:
     engine = await start(witnesses[1])
     await engine.pause("keep", False)
-    held = engine.holder.weights.targets
+    held = engine.holder.targets
     written: list[str] = []
 
     def stream() -> Iterator[tuple[str, HostTensor]]:

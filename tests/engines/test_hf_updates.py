@@ -579,8 +579,8 @@ def test_fused_and_tied_weights_keep_their_checkpoint_names(tmp_path: Path, tied
         Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / str(seed))
     one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / seed).eval() for seed in "12")
     weights = ModelWeights(one)
-    assert dict(weights.spec) == {key: tensor.spec for key, tensor in checkpoint(tmp_path / "2")}
-    assert weights.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+    assert dict(weights.weight_spec()) == {key: tensor.spec for key, tensor in checkpoint(tmp_path / "2")}
+    assert weights.tied_tensors() == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     ids = torch.arange(10)[None]
     with torch.no_grad():
         assert not torch.allclose(one(ids).logits, two(ids).logits)
@@ -602,9 +602,9 @@ def test_a_tensor_that_the_model_keeps_wider_is_taken_as_it_was_saved_and_never_
     save_file({**exact, narrow: exact[narrow].bfloat16()}, file, metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype="auto", local_files_only=True)
     weights = ModelWeights(model, saved_specs(file.parent))
-    types = {name: spec.dtype for name, spec in weights.spec.items() if spec.dtype != "BF16"}
+    types = {name: spec.dtype for name, spec in weights.weight_spec().items() if spec.dtype != "BF16"}
     assert types == {bias: "F32"}
-    assert weights.stage(checkpoint(file.parent), lambda: False).tensors.keys() == exact.keys()
+    assert weights.stage(checkpoint(file.parent), lambda: False).keys() == exact.keys()
     wide = {name: tensor.to(torch.float32) for name, tensor in exact.items()}
     save_file(wide, file, metadata={"format": "pt"})
     weights.load(weights.stage(checkpoint(file.parent), lambda: False))
@@ -624,5 +624,5 @@ def test_a_head_that_the_checkpoint_calls_otherwise_is_tied_all_the_same(tmp_pat
     tensors, embedding = load_file(file), "language_model.model.embed_tokens.weight"
     save_file({**tensors, head: tensors[embedding].clone()}, file, metadata={"format": "pt"})
     weights = ModelWeights(AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True))
-    assert weights.tied == {head: embedding}
-    assert weights.spec.keys() == tensors.keys()
+    assert weights.tied_tensors() == {head: embedding}
+    assert weights.weight_spec().keys() == tensors.keys()

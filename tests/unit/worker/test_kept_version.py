@@ -50,7 +50,7 @@ class Holder:
         return self.tied
 
     def stage(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> StagedTensors:
-        return StagedTensors(dict(host_copies(tensors, self.wanted, self.tied, cancelled)))
+        return dict(host_copies(tensors, self.wanted, self.tied, cancelled))
 
     def overwrite(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> None:
         self.stage(tensors, cancelled)
@@ -78,9 +78,8 @@ class Worker:
         return self.receiver.receive(path, never)["digest"]
 
     def swap(self, path: str) -> Tensors:
-        staged = self.receiver.take(path)
-        assert isinstance(staged, StagedTensors)
-        return staged.tensors
+        staged: Tensors = self.receiver.take(path)
+        return staged
 
     def kept(self) -> Iterator[tuple[str, HostTensor]]:
         assert self.receiver.kept is not None

@@ -30,13 +30,12 @@ from worker.engines.common.pieces import Piece
 from worker.engines.common.request_gate import requests_of
 from worker.engines.common.scoring import check_sequences, checked_scores
 from worker.engines.common.token_checks import NO_EXPERTS, NO_FORM, check_adapter, most_tops
-from worker.engines.common.torch_weights import ModelWeights, StagedTensors
 from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.holder import HfHolder
 from worker.engines.hf.loaded_model import load_model
 from worker.engines.hf.loop import GenerationLoop
-from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
+from worker.engines.hf.peft_layers import NO_PEFT, have_peft
 from worker.engines.hf.pooling_engine import NO_SLEEP, HfPoolingEngine
 from worker.engines.hf.streams import HfStream
 from worker.receive.weight_receiver import Receiver, load_transports
@@ -111,8 +110,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         self._load_tokenizer()
         self._model = load_model(AutoModelForCausalLM, self._options)
         self._experts = ExpertRecorder(self._model)
-        weights = ModelWeights(self._model, saved_specs(path))
-        self._holder = HfHolder(weights, ModelAdapters(self._model, weights.spec), self._forget_weights)
+        self._holder = HfHolder(self._model, saved_specs(path), self._forget_weights)
         self.receiver = receiver = Receiver(
             self._holder, load_transports(self._options.places, str(self._model.device))
         )
@@ -220,8 +218,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
         served = self.loop.version
         names = self.receiver.changed_since(staging, served.digest if served is not None else None)
-        staged, weights = self.receiver.take(staging), self.holder.weights
-        assert isinstance(staged, StagedTensors), "base weights"
+        staged, weights = self.receiver.take(staging), self.holder
 
         def between_two_steps(loop: GenerationLoop) -> None:
             loop.restart_requests(keep_kv=keep_kv)
@@ -244,14 +241,13 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     # adapters
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
-        staged = None if staging is None else self.receiver.take(staging)
+        model = None if staging is None else self.receiver.take(staging)
 
         def between_two_steps(loop: GenerationLoop) -> None:
-            if staged is None:
+            if model is None:
                 loop.remove_adapter(name)
             else:
-                assert isinstance(staged, HfStagedAdapter), "an adapter"
-                loop.put_adapter(name, staged, version)
+                loop.put_adapter(name, model, version)
 
         await self._call(between_two_steps)
         return False  # there is no prefix cache
@@ -262,7 +258,7 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         versions[name] = version
 
     async def check_weights(self, action: CheckAction, scope: CheckScope = WHOLE) -> list[dict[str, Any]]:
-        weights = self.holder.weights
+        weights = self.holder
         if action != "reset_tensors":
             return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action, scope)}]
 

@@ -29,7 +29,7 @@ from worker.engines.common.scoring import in_batches
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.hf.experts import ExpertRecorder
-from worker.engines.hf.peft_layers import HfStagedAdapter, ModelAdapters
+from worker.engines.hf.peft_layers import ModelAdapters
 from worker.engines.hf.streams import HfStream, choose, chosen_logprobs, likeliest, score_batch
 
 IDLE_WAIT_S = 0.1
@@ -179,9 +179,9 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             elif uses:
                 stream.kv = stream.kv or self.version
 
-    def put_adapter(self, name: str, staged: HfStagedAdapter, version: WeightVersion | None) -> None:
+    def put_adapter(self, name: str, model: Any, version: WeightVersion | None) -> None:
         self.restart_requests(adapter=name)
-        self._adapters.put(name, staged)
+        self._adapters.put(name, model)
         self.adapter_versions[name] = version
 
     def remove_adapter(self, name: str) -> None:

@@ -31,9 +31,8 @@ from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.pooled_requests import NO_LOGPROBS, NO_POOLING_LORA, PooledRequests
 from worker.engines.common.request_gate import GatedRequest, RequestGate
 from worker.engines.common.spans import Label
-from worker.engines.common.torch_weights import ModelWeights, StagedTensors
+from worker.engines.common.torch_weights import ModelWeights
 from worker.engines.common.weights_in_process import WeightsInProcess
-from worker.engines.hf.holder import HfBaseHolder
 from worker.engines.hf.loaded_model import load_model
 from worker.receive.weight_receiver import Receiver, load_transports
 
@@ -91,9 +90,8 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
         saved = saved_specs(path)
         self._model = model = load_model(self._class_of(saved), self._options)
         self._check_head()
-        self._weights = weights = ModelWeights(model, saved)
-        holder = HfBaseHolder(weights, self._forget_weights)
-        self.receiver = receiver = Receiver(holder, load_transports(self._options.places, str(model.device)))
+        self._weights = weights = ModelWeights(model, saved, self._forget_weights)
+        self.receiver = receiver = Receiver(weights, load_transports(self._options.places, str(model.device)))
         config = model.config.get_text_config()
         most = int(config.max_position_embeddings)
         length = self._arguments.max_model_len or most
@@ -118,7 +116,7 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
                 **lacking_tasks(self._options.task),
             },
             transports=receiver.backends,
-            tied=holder.tied_tensors(),
+            tied=weights.tied_tensors(),
             dimension=self.head.dimension,
             labels=self.head.labels,
         )
@@ -293,7 +291,6 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
         served = self._version
         names = self.receiver.changed_since(staging, served.digest if served is not None else None)
         staged, weights = self.receiver.take(staging), self._weights
-        assert isinstance(staged, StagedTensors), "base weights"
         assert weights is not None, "made with the model"
 
         def between_two_batches() -> None:
