@@ -13,7 +13,7 @@ import torch
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
-from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
+from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec, WeightVersion
 from rl_plane.transports.packing import names_of_dtypes
 from rl_plane.weights.read_ahead import host_memory
 from worker.engines.common.weight_checks import TensorChecks, write_noise
@@ -38,6 +38,8 @@ class ModelWeights(WeightHolder):
     ) -> None:
         """`saved`: the tensors of the checkpoint that the model was loaded from. `before_overwrite` says that the
         weights are of no version from here on."""
+        self.version: WeightVersion | None = None
+        """The version of the live weights. None: they are of no version."""
         self._model = model
         self._before_overwrite = before_overwrite
         # Taken once: adapters change the names of parameters, and leave the parameters as they are.
