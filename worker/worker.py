@@ -100,7 +100,7 @@ class Worker:
             self._loaded_adapters,
         )
         model = Transport.model_validate(directory_transport(member_info["model_path"]))
-        self.updates = WeightUpdates(adapter, info, engine, self._staged_changed, peers.offer)
+        self.updates = WeightUpdates(adapter, info, self._staged_changed, peers.offer)
         self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses, self.core.numerics)
         self._changes = EngineChanges(self.core, adapter, engine, self._watch, self.updates, self._tell)
         self._record = RecordWatch(bus, subjects, self.core, self._record_changed)

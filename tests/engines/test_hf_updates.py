@@ -416,11 +416,11 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
     engine = await start(models.tiny)
     good = dict(checkpoint(models.tiny))
     name = "lm_head.weight"
-    assert dict(engine.weight_spec()) == {key: tensor.spec for key, tensor in good.items()}
+    assert dict(engine.receiver.weight_spec()) == {key: tensor.spec for key, tensor in good.items()}
     assert engine.holder.tied_tensors() == {}
 
     def check(tensors: dict[str, HostTensor], cast: bool = False) -> None:
-        check_specs(engine.weight_spec(), {}, {key: tensor.spec for key, tensor in tensors.items()}, cast)
+        check_specs(engine.receiver.weight_spec(), {}, {key: tensor.spec for key, tensor in tensors.items()}, cast)
 
     check(good)
     with pytest.raises(InvalidWeights, match=name):
@@ -457,7 +457,7 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
     await engine.swap(hold(engine, iter(half.items())), version(2))
     assert await engine.check_weights("checksum") != before
     spare = hold(engine, iter(good.items()))
-    await engine.discard(spare)
+    await asyncio.to_thread(engine.receiver.discard, spare)
     with pytest.raises(EngineFailed):
         await engine.swap(spare, version(3))
 
@@ -489,7 +489,7 @@ async def test_checks_see_every_change(start: Start, models: Models) -> None:
     assert await engine.check_weights("checksum") != [row]
     await engine.check_weights("reset_tensors")
     (compared,) = await engine.check_weights("compare")
-    assert set(compared["mismatches"]) == set(engine.weight_spec())
+    assert set(compared["mismatches"]) == set(engine.receiver.weight_spec())
     await engine.liveness()
     await engine.swap(await stage(engine, models.tiny), version(1))
     assert await engine.check_weights("compare") == [{"rank": 0, "match": True, "mismatches": []}]
@@ -562,7 +562,7 @@ async def test_a_model_whose_head_is_not_what_its_config_ties_it_to_is_served_as
     engine = await start(path)
     assert torch.equal(engine.model.lm_head.weight, own)
     assert model_digest(path, tied=engine.info.tied) == model_digest(path)
-    assert head in engine.weight_spec()
+    assert head in engine.receiver.weight_spec()
 
 
 @pytest.mark.parametrize("tied", [False, True])

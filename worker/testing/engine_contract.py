@@ -186,8 +186,8 @@ class EngineUnderTest:
 
     async def stage(self, model: Path, adapter: str | None = None, in_place: bool = False) -> str:
         request = self.receive_request(model, adapter, in_place)
-        await asyncio.to_thread(self.engine.open, request.update_id, request)
-        reply = await asyncio.to_thread(self.engine.receive, request.update_id, lambda: False)
+        await asyncio.to_thread(self.engine.receiver.open, request.update_id, request)
+        reply = await asyncio.to_thread(self.engine.receiver.receive, request.update_id, lambda: False)
         if adapter is None:
             assert reply["digest"] == model_digest(model), "receive reports the digest of what it received"
         return request.update_id
@@ -240,7 +240,7 @@ async def describes_itself(at: EngineUnderTest) -> None:
     assert info.max_model_len > len(at.prompt) + NEW_TOKENS
     assert "filesystem" in info.transports, "the checks bring weights through files"
     assert all(info.lacks.values()), "each missing capability has a reason"
-    assert at.engine.weight_spec()
+    assert at.engine.receiver.weight_spec()
     await bounded(at.engine.liveness())
     assert at.engine.load() == (0, 0)
 
@@ -420,14 +420,14 @@ async def cancel_pause(at: EngineUnderTest, mode: PauseMode) -> None:
 
 async def swap_changes_tokens_and_nothing_else(at: EngineUnderTest) -> None:
     """New weights make other tokens, under their own label. The old weights then make the old tokens again."""
-    spec, before, sums = at.engine.weight_spec(), await at.generate(), await checksum(at)
+    spec, before, sums = at.engine.receiver.weight_spec(), await at.generate(), await checksum(at)
     version = await at.swap(at.other)
     after = await at.generate()
     assert after.tokens != before.tokens, "other weights make other tokens"
     assert len(after.tokens) == NEW_TOKENS
     if at.info.witnesses:
         assert after.digests == [version.digest]
-    assert at.engine.weight_spec() == spec
+    assert at.engine.receiver.weight_spec() == spec
     assert not sums or await checksum(at) != sums
     await at.swap(at.model)
     assert (await at.generate()).tokens == before.tokens, "no KV or state of other weights is left"
@@ -475,14 +475,14 @@ async def a_dropped_staging_leaves_no_trace(at: EngineUnderTest) -> None:
     """Weights that were opened, staged or cancelled, and then dropped, change nothing."""
     before, sums = await at.generate(), await checksum(at)
     opened = at.receive_request(at.other)
-    await asyncio.to_thread(at.engine.open, opened.update_id, opened)
-    await at.engine.discard(opened.update_id)
+    await asyncio.to_thread(at.engine.receiver.open, opened.update_id, opened)
+    await asyncio.to_thread(at.engine.receiver.discard, opened.update_id)
     staged = await at.stage(at.other)
-    await at.engine.discard(staged)
-    await at.engine.discard(staged)
+    await asyncio.to_thread(at.engine.receiver.discard, staged)
+    await asyncio.to_thread(at.engine.receiver.discard, staged)
     cancelled = at.receive_request(at.other)
-    await asyncio.to_thread(at.engine.open, cancelled.update_id, cancelled)
-    await refused(asyncio.to_thread(at.engine.receive, cancelled.update_id, lambda: True), EngineFailed)
+    await asyncio.to_thread(at.engine.receiver.open, cancelled.update_id, cancelled)
+    await refused(asyncio.to_thread(at.engine.receiver.receive, cancelled.update_id, lambda: True), EngineFailed)
     await bounded(at.engine.pause("keep", False))
     for name in (opened.update_id, staged, cancelled.update_id):
         await refused(at.engine.swap(name, at.version(at.other)), EngineFailed)
@@ -498,8 +498,8 @@ async def refuses_weights_that_do_not_exist(at: EngineUnderTest) -> None:
     request = at.receive_request(at.model / "no such directory")
 
     def receive() -> None:
-        at.engine.open(request.update_id, request)
-        at.engine.receive(request.update_id, lambda: False)
+        at.engine.receiver.open(request.update_id, request)
+        at.engine.receiver.receive(request.update_id, lambda: False)
 
     await refused(asyncio.to_thread(receive), InvalidRequest)
     assert (await at.generate()).tokens == before.tokens
@@ -609,7 +609,7 @@ async def loads_adapters(at: EngineUnderTest) -> None:
     if at.lacks("prepare_update:lora"):
         if at.adapter is not None:
             request = at.receive_request(at.adapter, "contract")
-            await refused(asyncio.to_thread(at.engine.open, request.update_id, request), Unsupported)
+            await refused(asyncio.to_thread(at.engine.receiver.open, request.update_id, request), Unsupported)
         return
     if at.adapter is None:
         return

@@ -20,7 +20,6 @@ from worker.engines.capabilities import WHOLE, CanCheckWeights, CheckAction, Che
 from worker.engines.common.checkpoint_spec import refuse_lacking
 from worker.engines.common.generating import Generating
 from worker.engines.common.torch_weights import ModelWeights
-from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.receive.weight_receiver import Receiver, load_transports
 
 NO_SLEEP = "the hf engine has no sleep mode: its memory stays where it is"
@@ -29,7 +28,9 @@ T = TypeVar("T")
 W = TypeVar("W", bound=ModelWeights)
 
 
-class HfModelEngine(Generating, WeightsInProcess, CanCheckWeights, Generic[W]):
+class HfModelEngine(Generating, CanCheckWeights, Generic[W]):
+    receiver: Receiver
+
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         options.refuse_modes("the hf engine does not have this", "use vllm or sglang")
@@ -64,7 +65,6 @@ class HfModelEngine(Generating, WeightsInProcess, CanCheckWeights, Generic[W]):
 
     def _drop_model(self) -> None:
         self._model = self._holder = self._tokenizer = None
-        self._receiver = None
 
     @property
     def model(self) -> Any:
