@@ -150,7 +150,7 @@ async def cycle(device: str, models: dict[int, Path], rounds: int) -> tuple[Time
             str(SEEDS[0])
         ):
             raise SystemExit("written over the served weights, they have another checksum")
-        nbytes = sum(spec.nbytes for spec in engine.weight_spec().values())
+        nbytes = sum(spec.nbytes for spec in engine.receiver.weight_spec().values())
         return times, {"tokens": reader.tokens, "versions": len(reader.versions), "nbytes": nbytes}
     finally:
         await engine.close()

@@ -21,8 +21,8 @@ async def stage(engine: Any, name: str, transport: Mapping[str, Any], **more: An
     """
     where = Transport.model_validate(transport)
     request = ReceiveRequest(update_id=name, label=name, transport=where, **more)
-    await asyncio.to_thread(engine.open, name, request)
-    reply: Mapping[str, Any] = await asyncio.to_thread(engine.receive, name, never)
+    await asyncio.to_thread(engine.receiver.open, name, request)
+    reply: Mapping[str, Any] = await asyncio.to_thread(engine.receiver.receive, name, never)
     return reply
 
 

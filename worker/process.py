@@ -44,7 +44,6 @@ from worker.receive.staging import model_digest
 from worker.runtime.engine_args import EngineArguments
 from worker.runtime.engine_loop import EngineLoop
 from worker.runtime.start_notices import StartNotices
-from worker.testing.phase_hooks import with_holds
 from worker.worker import LIVENESS_INTERVAL_S, Worker
 from worker.worker_options import WorkerOptions
 
@@ -534,5 +533,4 @@ class WorkerProcess:
             liveness_timeout_s=options.liveness_timeout_s,
             weight_roots=options.weight_roots,
             on_end=self._failed,
-            wrap_handlers=with_holds,
         )

@@ -29,7 +29,6 @@ from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
 from worker.engines.capabilities import CanReportLoad
 from worker.generation_service import GenerationService
-from worker.ops.contract import Handlers
 from worker.ops.dispatcher import Dispatcher
 from worker.ops.handlers import OpHandlers
 from worker.ops.host_facts import HostFacts
@@ -76,10 +75,8 @@ class Worker:
         liveness_timeout_s: float = DEFAULT_LIVENESS_TIMEOUT_S,
         weight_roots: Sequence[Path] = (),
         on_end: Callable[[str, int], None],
-        wrap_handlers: Callable[[Handlers, str], Handlers] = lambda handlers, _: handlers,
     ) -> None:
-        """`weight_roots`: the directories that weights may be read from, for people who ask whether they are there.
-        `wrap_handlers` gets the handler of each op and the instance id, and returns the handlers that answer."""
+        """`weight_roots`: the directories that weights may be read from, for people who ask whether they are there."""
         self.bus = bus
         self.subjects = subjects
         self.state = WorkerState(bus.name, secrets.token_hex(8), digest=model_digest, since=time.monotonic())
@@ -103,7 +100,7 @@ class Worker:
             self._loaded_adapters,
         )
         model = Transport.model_validate(directory_transport(member_info["model_path"]))
-        self.updates = WeightUpdates(adapter, info, engine, self._staged_changed, peers.offer)
+        self.updates = WeightUpdates(adapter, info, self._staged_changed, peers.offer)
         self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses, self.core.numerics)
         self._changes = EngineChanges(self.core, adapter, engine, self._watch, self.updates, self._tell)
         self._record = RecordWatch(bus, subjects, self.core, self._record_changed)
@@ -151,8 +148,7 @@ class Worker:
             on_superseded=lambda: on_end("another process has taken this instance id", exit_codes.SUPERSEDED),
         )
         self._lock = LockWatch(bus, subjects, self.state)
-        handlers = wrap_handlers(self._handlers.table(), self.state.instance_id)
-        self.dispatcher = Dispatcher(self.state, self._lock, handlers, info.pipeline_stage)
+        self.dispatcher = Dispatcher(self.state, self._lock, self._handlers.table(), info.pipeline_stage)
         self._told = b""
         self._lasting: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()

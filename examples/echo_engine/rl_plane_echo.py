@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import closing
-from typing import Any
 
 from blake3 import blake3
 
@@ -22,7 +21,6 @@ from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseM
 from worker.engines.common.request_gate import RequestGate
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.token_checks import check_adapter, check_tokens, refuse_lacking
-from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.receive.weight_holder import TensorStream, WeightHolder
 from worker.receive.weight_receiver import Receiver, load_transports
 
@@ -65,29 +63,32 @@ class EchoWeights(WeightHolder):
         self.load(self.stage(tensors, cancelled), None)
 
 
-class EchoEngine(WeightsInProcess, EngineAdapter):
+class EchoEngine(EngineAdapter):
     def __init__(self, options: EngineOptions) -> None:
         for key in options.extra:
             raise InvalidRequest(f"unknown argument {key}", field=f"engine_arg.{key}", fix="leave it out")
         options.refuse_modes("the echo engine does not have this", "leave it out")
         self._options = options
         self._gate = RequestGate()
+        self._runs = False
 
     async def start(self) -> EngineInfo:
         self._weights = await asyncio.to_thread(EchoWeights, self._options)
-        self.receiver = receiver = Receiver(self._weights, load_transports(self._options.places))
+        self.receiver: Receiver = Receiver(self._weights, load_transports(self._options.places))
+        self._runs = True
         return EngineInfo(
             engine="echo", engine_version="0.1.0", model=self._options.model.resolve().name,
             dtype="bytes", device="cpu", world_size=1, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN,
-            lacks=LACKS, transports=receiver.backends,
+            lacks=LACKS, transports=self.receiver.backends,
         )  # fmt: skip
 
     async def close(self) -> None:
-        self.receiver = None
+        self._runs = False
         self._gate.abort(None, "error")
 
     async def liveness(self) -> None:
-        assert self.receiver  # raises EngineFailed where the engine is not running
+        if not self._runs:
+            raise EngineFailed("the engine is not running")
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         await self.liveness()
@@ -100,9 +101,8 @@ class EchoEngine(WeightsInProcess, EngineAdapter):
             while one.ended is None:
                 await self._gate.turn(one)
                 new = []
-                if (
-                    one.ended is None
-                ):  # from here to the yield nothing waits: token and label are of the same weights
+                if one.ended is None:
+                    # Nothing waits from here to the yield: token and label are of the same weights.
                     new = [self._weights.token(prompt, made)]
                     spans.add(Label(self._weights.version))
                     if made + 1 == request.max_tokens or new[0] in request.stop_token_ids:
@@ -136,7 +136,7 @@ class EchoEngine(WeightsInProcess, EngineAdapter):
         return self._gate.load()
 
     async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
-        staged: Any = self.receiver.take(staging)
+        staged = self.receiver.take(staging)
         if not self._gate.is_paused:
             raise EngineFailed("a swap needs a paused engine")
         self._weights.load(staged, version)

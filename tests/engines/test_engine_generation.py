@@ -85,7 +85,7 @@ async def test_the_engine_describes_itself(kind: Kind, engine: OffersMemory, inf
         *lacking_tasks("generate"),
         *(f"generate:{field}" for field in kind.lacks),
     }
-    assert engine.weight_spec()["lm_head.weight"] == TensorSpec("BF16", (VOCAB_SIZE, 128))
+    assert engine.receiver.weight_spec()["lm_head.weight"] == TensorSpec("BF16", (VOCAB_SIZE, 128))
     for memory in (engine.release_memory, engine.resume_memory):
         with pytest.raises(Unsupported, match=r"[CG]PU"):
             await memory(["weights"])

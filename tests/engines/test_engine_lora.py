@@ -346,7 +346,7 @@ async def test_bad_adapters_are_refused_and_touch_nothing(
         refused = reception(bad.make(good, scratch / what), kind="lora")
         async with untouched():
             with pytest.raises(InvalidWeights) as caught:
-                await asyncio.to_thread(engine.open, *refused)
+                await asyncio.to_thread(engine.receiver.open, *refused)
         bad.check(caught.value)
     other = shutil.copytree(good, scratch / "other bytes")
     write_manifest(other)

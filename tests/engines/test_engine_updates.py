@@ -137,7 +137,7 @@ async def test_wait_drains_what_was_frozen(
         await engine.check_weights("reset_tensors")
     if meanwhile in ("new weights", "a reset"):
         await engine.swap(staging, version(1, models.witness[1]))
-    await engine.discard(staging)
+    await asyncio.to_thread(engine.receiver.discard, staging)
     await engine.pause("wait", False)
     assert engine.load() == (0, 1)
     for number, one in enumerate(runs):
@@ -515,8 +515,8 @@ async def test_an_engine_generates_while_it_receives_weights(engine: OffersMemor
     await one.reach(5)
     for _ in range(3):
         staging, _ = await receive(engine, reception(models.witness[2]))
-        await engine.discard(staging)
-    await engine.discard("never")
+        await asyncio.to_thread(engine.receiver.discard, staging)
+    await asyncio.to_thread(engine.receiver.discard, "never")
     assert (await one.end()).tokens == witnessed(1, 20, 300)
     with pytest.raises(EngineFailed, match="paused"):
         await engine.swap(staging, version(1, models.witness[2]))
@@ -590,9 +590,9 @@ async def test_an_overwrite_that_fails_can_be_healed(engine: OffersMemory, model
     with pytest.raises(InvalidWeights, match="the bytes make"):
         await receive(engine, wrong)
     what = reception(models.witness[2], in_place=True)
-    await asyncio.to_thread(engine.open, *what)
+    await asyncio.to_thread(engine.receiver.open, *what)
     with pytest.raises(EngineFailed, match="cancelled"):
-        await asyncio.to_thread(engine.receive, what.staging, lambda: True)
+        await asyncio.to_thread(engine.receiver.receive, what.staging, lambda: True)
     cut = shutil.copytree(models.witness[2], scratch / "cut")
     write_manifest(cut)
     raw = bytearray((cut / "model.safetensors").read_bytes())

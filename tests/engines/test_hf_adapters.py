@@ -127,8 +127,8 @@ def reception(path: Path, **more: Any) -> NamedRequest:
 
 async def staged_adapter(engine: HfEngine, path: Path, cast: bool = False) -> str:
     what = reception(path, kind="lora", cast=cast)
-    engine.open(*what)
-    reply = await asyncio.to_thread(engine.receive, what.staging, lambda: False)
+    engine.receiver.open(*what)
+    reply = await asyncio.to_thread(engine.receiver.receive, what.staging, lambda: False)
     assert reply["digest"] == adapter_digest(path)
     return what.staging
 
@@ -474,7 +474,7 @@ async def test_an_adapter_that_fails_leaves_the_old_one(
     second = await run(engine, ask(prompt, adapter="x", logprobs=True))
     assert second.logprobs == pytest.approx(plain_logprobs(plain["two"], prompt, second.tokens), abs=1e-4)
     discarded = await staged_adapter(engine, made_by_peft["two"])
-    await engine.discard(discarded)
+    await asyncio.to_thread(engine.receiver.discard, discarded)
     for gone in (again_staged, discarded):
         with pytest.raises(EngineFailed, match="swapped or discarded"):
             await engine.swap_adapter("x", gone, adapter_version(3, made_by_peft["two"]))
@@ -613,11 +613,11 @@ async def test_base_weights_are_what_they_were(
     start: Start, witnesses: dict[int, Path], adapters: dict[int, Path]
 ) -> None:
     engine = await start(witnesses[1])
-    spec = dict(engine.weight_spec())
+    spec = dict(engine.receiver.weight_spec())
     checksum = await engine.check_weights("checksum")
     await engine.check_weights("snapshot")
     await load(engine, "x", adapters[1])
-    assert engine.weight_spec() == spec
+    assert engine.receiver.weight_spec() == spec
     assert await engine.check_weights("checksum") == checksum
     assert (await engine.check_weights("compare"))[0]["match"]
     await engine.pause("keep", False)
@@ -642,8 +642,8 @@ async def test_overwriting_in_place_needs_a_pause_and_changes_no_adapter(
 
     def write() -> str:
         what = reception(witnesses[2], in_place=True)
-        engine.open(*what)
-        return engine.receive(what.staging, lambda: False)["digest"]
+        engine.receiver.open(*what)
+        return engine.receiver.receive(what.staging, lambda: False)["digest"]
 
     with pytest.raises(EngineFailed, match="paused"):
         await asyncio.to_thread(write)
@@ -676,7 +676,7 @@ async def test_after_an_overwrite_no_new_request_reuses_old_kv(start: Start, roo
 async def test_overwriting_holds_one_tensor_at_a_time(start: Start, witnesses: dict[int, Path]) -> None:
     engine = await start(witnesses[1])
     await engine.pause("keep", False)
-    held = engine.holder.weights.targets
+    held = engine.holder.targets
     written: list[str] = []
 
     def stream() -> Iterator[tuple[str, HostTensor]]:
@@ -690,7 +690,7 @@ async def test_overwriting_holds_one_tensor_at_a_time(start: Start, witnesses: d
             yield name, tensor
 
     await write_over(engine, stream())
-    assert len(written) == len(engine.weight_spec()) - 1
+    assert len(written) == len(engine.receiver.weight_spec()) - 1
 
 
 async def test_an_overwrite_that_fails_leaves_weights_of_no_version(
@@ -713,7 +713,7 @@ async def test_an_overwrite_that_fails_leaves_weights_of_no_version(
         await write_over(engine, broken())
     with pytest.raises(InvalidWeights, match="missing"):
         await write_over(engine, iter(list(checkpoint(witnesses[2]))[:3]))
-    assert 0 < len((await engine.check_weights("compare"))[0]["mismatches"]) < len(engine.weight_spec())
+    assert 0 < len((await engine.check_weights("compare"))[0]["mismatches"]) < len(engine.receiver.weight_spec())
     await engine.resume()
     result = await one.end()
     assert len(result.tokens) == 60

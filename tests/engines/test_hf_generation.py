@@ -592,7 +592,7 @@ async def test_the_hf_engine_describes_itself(models: Models) -> None:
     assert info.lacks.keys() >= {"release_memory", "resume_memory"}
     with pytest.raises(Unsupported, match="can't release_memory"):
         require(engine, CanReleaseMemory)
-    assert set(engine.weight_spec().values()) >= {TensorSpec("BF16", (VOCAB_SIZE, 128))}
+    assert set(engine.receiver.weight_spec().values()) >= {TensorSpec("BF16", (VOCAB_SIZE, 128))}
     await engine.close()
     with pytest.raises(EngineFailed):
         await engine.liveness()

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.engine_runs import receive, reception, version
 from tests.support.hf_engines import Start, start
 from tests.support.moe import make_moe_model
-from worker.engines.common.torch_weights import ModelWeights, StagedTensors
+from worker.engines.common.torch_weights import StagedTensors
+from worker.engines.hf.holder import HfHolder
 from worker.receive.staging import model_digest
 from worker.testing.tiny_model import make_tiny_model
 
@@ -83,12 +84,12 @@ async def test_the_logits_are_those_of_a_full_load(
     engine.set_version(version(0, model))
     loaded: list[set[str]] = []
 
-    class Recorded(ModelWeights):
+    class Recorded(HfHolder):
         def load(self, staged: StagedTensors, names: Collection[str] | None = None) -> None:
-            loaded.append(set(staged.tensors if names is None else names))
+            loaded.append(set(staged if names is None else names))
             super().load(staged, names)
 
-    monkeypatch.setattr(engine.holder.weights, "__class__", Recorded)
+    monkeypatch.setattr(engine.holder, "__class__", Recorded)
     before = logits(engine.model)
 
     async def update(path: Path, number: int, served: Path, **fields: Any) -> None:
@@ -103,7 +104,7 @@ async def test_the_logits_are_those_of_a_full_load(
         await update(part, number, whole, encoding="partial", **digests)
 
     await update(model, 1, model)
-    assert loaded == [set(engine.weight_spec())]
+    assert loaded == [set(engine.receiver.weight_spec())]
     await partial(2)
     assert loaded[1:] == [set(names)]
     plain = AutoModelForCausalLM.from_pretrained(whole, dtype="auto", local_files_only=True).eval()
@@ -115,5 +116,5 @@ async def test_the_logits_are_those_of_a_full_load(
     assert torch.equal(logits(engine.model), before)
     await engine.check_weights("reset_tensors")
     await partial(4)
-    assert loaded[-1] == set(engine.weight_spec())
+    assert loaded[-1] == set(engine.receiver.weight_spec())
     assert torch.equal(logits(engine.model), after)

@@ -224,7 +224,9 @@ async def test_a_pause_that_fails_leaves_the_engine_as_it_was(
     assert (await run(engine, ask([7]))).tokens == witnessed(1, 7, 16)
 
 
-async def test_a_cancelled_wait_freezes_again_and_a_resume_ends_a_wait(start: Start, models: Models) -> None:
+async def test_a_cancelled_wait_freezes_again_and_a_resume_during_a_wait_counts(
+    start: Start, models: Models
+) -> None:
     engine = await start(models.witness[1])
     one = Run(engine, ask([7], max_tokens=2000))
     await one.reach(1)
@@ -241,13 +243,12 @@ async def test_a_cancelled_wait_freezes_again_and_a_resume_ends_a_wait(start: St
         await engine.liveness()
     assert len(one.result.tokens) == frozen < 2000
     assert held.result.tokens == []
-    # A resume in the middle of a wait ends it.
     waiting = asyncio.create_task(engine.pause("wait", clear_cache=False))
     await engine.liveness()
     await engine.resume()
-    with pytest.raises(EngineFailed, match="resume"):
-        async with asyncio.timeout(BOUND_S):
-            await waiting
+    async with asyncio.timeout(BOUND_S):
+        await waiting
+    assert not one.has_ended
     assert (await held.end()).tokens == witnessed(1, 8, 16)
     assert await engine.abort(None) == 1
     result = await one.end()
@@ -415,11 +416,11 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
     engine = await start(models.tiny)
     good = dict(checkpoint(models.tiny))
     name = "lm_head.weight"
-    assert dict(engine.weight_spec()) == {key: tensor.spec for key, tensor in good.items()}
+    assert dict(engine.receiver.weight_spec()) == {key: tensor.spec for key, tensor in good.items()}
     assert engine.holder.tied_tensors() == {}
 
     def check(tensors: dict[str, HostTensor], cast: bool = False) -> None:
-        check_specs(engine.weight_spec(), {}, {key: tensor.spec for key, tensor in tensors.items()}, cast)
+        check_specs(engine.receiver.weight_spec(), {}, {key: tensor.spec for key, tensor in tensors.items()}, cast)
 
     check(good)
     with pytest.raises(InvalidWeights, match=name):
@@ -456,7 +457,7 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
     await engine.swap(hold(engine, iter(half.items())), version(2))
     assert await engine.check_weights("checksum") != before
     spare = hold(engine, iter(good.items()))
-    await engine.discard(spare)
+    await asyncio.to_thread(engine.receiver.discard, spare)
     with pytest.raises(EngineFailed):
         await engine.swap(spare, version(3))
 
@@ -488,7 +489,7 @@ async def test_checks_see_every_change(start: Start, models: Models) -> None:
     assert await engine.check_weights("checksum") != [row]
     await engine.check_weights("reset_tensors")
     (compared,) = await engine.check_weights("compare")
-    assert set(compared["mismatches"]) == set(engine.weight_spec())
+    assert set(compared["mismatches"]) == set(engine.receiver.weight_spec())
     await engine.liveness()
     await engine.swap(await stage(engine, models.tiny), version(1))
     assert await engine.check_weights("compare") == [{"rank": 0, "match": True, "mismatches": []}]
@@ -561,7 +562,7 @@ async def test_a_model_whose_head_is_not_what_its_config_ties_it_to_is_served_as
     engine = await start(path)
     assert torch.equal(engine.model.lm_head.weight, own)
     assert model_digest(path, tied=engine.info.tied) == model_digest(path)
-    assert head in engine.weight_spec()
+    assert head in engine.receiver.weight_spec()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -578,8 +579,8 @@ def test_fused_and_tied_weights_keep_their_checkpoint_names(tmp_path: Path, tied
         Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / str(seed))
     one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / seed).eval() for seed in "12")
     weights = ModelWeights(one)
-    assert dict(weights.spec) == {key: tensor.spec for key, tensor in checkpoint(tmp_path / "2")}
-    assert weights.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+    assert dict(weights.weight_spec()) == {key: tensor.spec for key, tensor in checkpoint(tmp_path / "2")}
+    assert weights.tied_tensors() == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     ids = torch.arange(10)[None]
     with torch.no_grad():
         assert not torch.allclose(one(ids).logits, two(ids).logits)
@@ -601,9 +602,9 @@ def test_a_tensor_that_the_model_keeps_wider_is_taken_as_it_was_saved_and_never_
     save_file({**exact, narrow: exact[narrow].bfloat16()}, file, metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype="auto", local_files_only=True)
     weights = ModelWeights(model, saved_specs(file.parent))
-    types = {name: spec.dtype for name, spec in weights.spec.items() if spec.dtype != "BF16"}
+    types = {name: spec.dtype for name, spec in weights.weight_spec().items() if spec.dtype != "BF16"}
     assert types == {bias: "F32"}
-    assert weights.stage(checkpoint(file.parent), lambda: False).tensors.keys() == exact.keys()
+    assert weights.stage(checkpoint(file.parent), lambda: False).keys() == exact.keys()
     wide = {name: tensor.to(torch.float32) for name, tensor in exact.items()}
     save_file(wide, file, metadata={"format": "pt"})
     weights.load(weights.stage(checkpoint(file.parent), lambda: False))
@@ -623,5 +624,5 @@ def test_a_head_that_the_checkpoint_calls_otherwise_is_tied_all_the_same(tmp_pat
     tensors, embedding = load_file(file), "language_model.model.embed_tokens.weight"
     save_file({**tensors, head: tensors[embedding].clone()}, file, metadata={"format": "pt"})
     weights = ModelWeights(AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True))
-    assert weights.tied == {head: embedding}
-    assert weights.spec.keys() == tensors.keys()
+    assert weights.tied_tensors() == {head: embedding}
+    assert weights.weight_spec().keys() == tensors.keys()

@@ -40,11 +40,11 @@ from tests.support.mixed_fleet import (
     witnessed,
 )
 from tests.support.nixl_trainers import trainer
+from tests.support.phase_hooks import VARIABLE
 from tests.support.sharing_trainer import SharingTrainer
 from tests.support.streaming_client import Streaming
 from tests.support.vllm_trainer import VllmTrainer
 from worker.exit_codes import ENGINE_DEAD
-from worker.testing.phase_hooks import VARIABLE
 from worker.testing.tiny_model import witness_next_token
 
 __all__ = ["client", "http", "mixed", "trainer", "trainer_of"]

@@ -76,7 +76,7 @@ async def _fails(
         staging, _ = await receive(engine, reception(models.adapters[2], kind="lora"))
         fresh = adapter_version(2, models.adapters[2])
     for one in faults:
-        await asyncio.to_thread(engine.init_transport, one)
+        await asyncio.to_thread(engine.receiver.init_transport, one)
     with pytest.raises(EngineFailed, match=why) as failed:
         await engine.swap_adapter("x", staging, fresh)
     await engine.resume()

@@ -15,9 +15,9 @@ from tests.support.faults import StatusLog, Stream
 from tests.support.fleet_updates import all_serve, generated, paused, states, update_of
 from tests.support.frontend_process import frontend
 from tests.support.memory_saver import WITHOUT_A_SAVER
+from tests.support.phase_hooks import VARIABLE
 from worker.engines.fake.fake_model import fake_token
 from worker.receive.staging import model_digest
-from worker.testing.phase_hooks import VARIABLE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,7 +22,7 @@ from worker.receive.staging import model_digest
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 HEAL_S = 60.0
-NO_OFFERS = "from worker.engines.fake.adapter import FakeEngine; FakeEngine.offer = lambda self: None"
+NO_OFFERS = "from worker.receive.weight_receiver import Receiver; Receiver.offer = lambda self: None"
 """A worker that gives its weights to no other."""
 PROMPT = [5, 6, 7]
 

@@ -22,8 +22,8 @@ from tests.conftest import stop_process
 from tests.support.adapter_updates import adapter
 from tests.support.frontend_here import started
 from tests.support.openapi_replies import reply_faults
+from tests.support.phase_hooks import VARIABLE
 from tests.support.plain_client import plain_client
-from worker.testing.phase_hooks import VARIABLE
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

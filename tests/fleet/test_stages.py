@@ -26,9 +26,9 @@ from rl_plane.protocol.validation import Empty, parse_body
 from rl_plane.protocol.worker_ops import OPS
 from rl_plane.publish import WeightPublisher
 from tests.support.dialect_facade import PROMPT, facade, fine
+from tests.support.phase_hooks import VARIABLE
 from worker.engines.fake.adapter import STAGE, fake_token
 from worker.receive.staging import model_digest
-from worker.testing.phase_hooks import VARIABLE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -77,7 +77,7 @@ class Case:
     fault: Fault
     victim: Victim
     point: str
-    """A point of `worker/testing/phase_hooks.py`; or RECEIVE, LOAD, DECIDE or HEAL."""
+    """A point of `tests/support/phase_hooks.py`; or RECEIVE, LOAD, DECIDE or HEAL."""
     child: str = ""
     """The beginning of the name of the engine process that is the victim, after the engine's name."""
 

@@ -25,7 +25,7 @@ from tests.kill.held import installed
 from tests.support.free_port import free_port
 from tests.support.kept_fleet import KeptFleet
 from tests.support.paths import ROOT
-from worker.testing.phase_hooks import VARIABLE as HOLD_DIR
+from tests.support.phase_hooks import VARIABLE as HOLD_DIR
 
 SEED = int(os.environ.get("KILL_SEED", "0"))
 """The seed of the choices: the victim, the coordinator, the worker that waits at a hook, and the policy."""
@@ -89,7 +89,7 @@ class RealFleet(KeptFleet):
         for directory in (self.weights, self.holds):
             directory.mkdir(parents=True)
         paths = {"PYTHONPATH": os.pathsep.join(map(str, (installed(tmp / "site"), ROOT)))}
-        super().__init__(tmp, "rl_plane.cli.main", {HOLD_DIR: str(self.holds), **paths}, "kill", with_nats=True)
+        super().__init__(tmp, "tests.kill.held_main", {HOLD_DIR: str(self.holds), **paths}, "kill", with_nats=True)
         self.name = name
         self.models = MODELS[engine](self.weights)
         self.worker_ids = [secrets.token_hex(8) for _ in self.models.workers]

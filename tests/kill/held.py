@@ -14,10 +14,10 @@ from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.checkpoint_delivery import CheckpointDelivery
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.weights.checkpoint import Kind, open_published
-from worker.testing.phase_hooks import MAX_HOLD_S, POLL_S, VARIABLE
+from tests.support.phase_hooks import MAX_HOLD_S, POLL_S, VARIABLE
 
 RECEIVE = "receive"
-"""The point, as in `worker/testing/phase_hooks.py`."""
+"""The point, as in `tests/support/phase_hooks.py`."""
 
 
 def installed(site: Path) -> Path:

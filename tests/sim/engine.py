@@ -18,6 +18,7 @@ from tests.sim.sources import SimTransport
 from worker.engines.base import EngineOptions, PauseMode
 from worker.engines.fake.adapter import FakeEngine
 from worker.engines.fake.fake_model import FakeTensor
+from worker.receive.weight_receiver import Receiver
 
 if TYPE_CHECKING:
     from tests.sim.process import Process
@@ -28,31 +29,10 @@ TRANSPORTS = ("filesystem", "gloo")
 """The second one brings the same files, but as if they were pushed: they can't be fetched again."""
 
 
-class SimEngine(FakeEngine):
-    def __init__(self, world: World, process: Process, model: Path) -> None:
-        extra = {"token_delay_s": str(world.token_delay_s)}
-        super().__init__(
-            EngineOptions(model, extra=extra), {one: SimTransport(one, world, process) for one in TRANSPORTS}
-        )
-        self.hung_until = 0.0
-        self.failing_swaps = 0
-        self._world = world
+class SimReceiver(Receiver):
+    def __init__(self, engine: FakeEngine, process: Process) -> None:
+        super().__init__(engine.receiver.holder, engine.receiver.transports)
         self._process = process
-
-    async def _hang(self) -> None:
-        while (left := self.hung_until - self._world.loop.now) > 0:  # noqa: ASYNC110 - it may hang on
-            await asyncio.sleep(left)
-
-    async def liveness(self) -> None:
-        await self._hang()
-        await super().liveness()
-
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        connected = any(bus.conn.is_connected for bus in self._process.buses)
-        if connected and not self._closed:  # else no caller hears of it, and its streams count as lost
-            self._world.checks.serving.admitted(self._process, self, request.adapter)
-        async for delta in super().generate(request):
-            yield delta
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         """Called again and again while its bytes are awaited."""
@@ -73,8 +53,36 @@ class SimEngine(FakeEngine):
         try:
             transport.check_here(delivery)
         except PlaneError:
-            self.receiver.discard(staging)
+            self.discard(staging)
             raise
+
+
+class SimEngine(FakeEngine):
+    def __init__(self, world: World, process: Process, model: Path) -> None:
+        extra = {"token_delay_s": str(world.token_delay_s)}
+        super().__init__(
+            EngineOptions(model, extra=extra), {one: SimTransport(one, world, process) for one in TRANSPORTS}
+        )
+        self.receiver = SimReceiver(self, process)
+        self.hung_until = 0.0
+        self.failing_swaps = 0
+        self._world = world
+        self._process = process
+
+    async def _hang(self) -> None:
+        while (left := self.hung_until - self._world.loop.now) > 0:  # noqa: ASYNC110 - it may hang on
+            await asyncio.sleep(left)
+
+    async def liveness(self) -> None:
+        await self._hang()
+        await super().liveness()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        connected = any(bus.conn.is_connected for bus in self._process.buses)
+        if connected and not self._closed:  # else no caller hears of it, and its streams count as lost
+            self._world.checks.serving.admitted(self._process, self, request.adapter)
+        async for delta in super().generate(request):
+            yield delta
 
     async def _turn(self, running: Any) -> None:
         if self.hung_until:

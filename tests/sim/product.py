@@ -14,6 +14,7 @@ from rl_plane.protocol.generation import VersionSpan
 from rl_plane.protocol.record import DecisionRecord, Held, VersionSource
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.fake.adapter import FakeEngine, fake_prompt_logprobs
+from worker.receive.weight_receiver import Receiver
 from worker.worker import Worker
 
 
@@ -94,14 +95,14 @@ def near(one: Vectors, other: Vectors) -> bool:
     return all(abs(a - b) < 0.01 for left, right in pairs for a, b in zip(left, right, strict=True))
 
 
-def opened_as(engine: FakeEngine, staging: str) -> tuple[Any, Any] | None:
+def opened_as(receiver: Receiver, staging: str) -> tuple[Any, Any] | None:
     """The transport and the delivery of what is opened under this name."""
-    opened = engine.receiver.opened.get(staging)
+    opened = receiver.opened.get(staging)
     if opened is None:
         return None
     request, delivery = opened
     assert request.transport is not None
-    return engine.receiver.transports[request.transport.backend], delivery
+    return receiver.transports[request.transport.backend], delivery
 
 
 def watch_staging(worker: Worker, told: Callable[[str], None]) -> None:

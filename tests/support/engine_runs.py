@@ -99,8 +99,8 @@ def reception(path: Path, **more: Any) -> NamedRequest:
 
 
 async def receive(engine: EngineAdapter, what: NamedRequest) -> tuple[str, PreparedReply]:
-    await asyncio.to_thread(engine.open, *what)
-    return what.staging, await asyncio.to_thread(engine.receive, what.staging, lambda: False)
+    await asyncio.to_thread(engine.receiver.open, *what)
+    return what.staging, await asyncio.to_thread(engine.receiver.receive, what.staging, lambda: False)
 
 
 async def update(engine: EngineAdapter, path: Path, sequence: int, mode: PauseMode = "keep") -> None:

@@ -48,8 +48,8 @@ def stage(engine: FakeEngine, directory: Path, cancelled: Callable[[], bool] = l
 def receive(
     engine: FakeEngine, what: NamedRequest, cancelled: Callable[[], bool] = lambda: False
 ) -> tuple[str, PreparedReply]:
-    engine.open(*what)
-    return what.staging, engine.receive(what.staging, cancelled)
+    engine.receiver.open(*what)
+    return what.staging, engine.receiver.receive(what.staging, cancelled)
 
 
 def ask(name: str = "r", **fields: Any) -> GenerateRequest:

@@ -11,6 +11,7 @@ import logging
 import sys
 from pathlib import Path
 
+from tests.support import phase_hooks
 from worker.nodes.node_settings import NodeSettings
 from worker.process import run
 from worker.worker_options import WorkerOptions
@@ -23,5 +24,6 @@ if __name__ == "__main__":
     if "nodes" in options:
         options["nodes"] = NodeSettings(**options["nodes"])
     options["weight_urls"] = tuple(options.get("weight_urls", ()))
+    phase_hooks.install()
     exec(sys.argv[2])
     sys.exit(run(WorkerOptions(**options), lambda ids: print(*ids, flush=True)))

@@ -1,14 +1,15 @@
 """The contract between the worker and its engine: `EngineAdapter`, and what it says of itself.
 
-To write an engine, read docs/engine-of-your-own.md: subclass `EngineAdapter`, one of the mixins `WeightsInProcess` and
-`WeightsInRanks`, and the protocols of `worker.engines.capabilities` that the engine can do.
+To write an engine, read docs/engine-of-your-own.md: subclass `EngineAdapter`, and the protocols of
+`worker.engines.capabilities` that the engine can do.
 
 Threads: every coroutine runs on one event loop, the engine loop. It is not the loop that serves NATS. A method that
 blocks for more than a few milliseconds moves that work to a thread of its own. The docstrings name the methods that the
 worker calls on a thread.
 
 Concurrency: the worker calls the methods that change something (`pause`, `resume`, `swap`, `flush_cache`, `score`, …)
-one at a time. `generate`, `abort`, `liveness` and `load` may run at any moment, during those calls too.
+one at a time. A deadline cancels a call, and the next call comes when the cancelled one has ended. `generate`, `abort`,
+`liveness` and `load` may run at any moment, during those calls too.
 
 Errors: a method raises a `PlaneError`.
     Unsupported     this engine or build can't do it; the message says why
@@ -20,7 +21,7 @@ Errors: a method raises a `PlaneError`.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ from rl_plane.protocol.pooling import Task
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.transports.base import TransportContext
-from worker.engines.receives_weights import ReceivesWeights
+from worker.receive.receives_weights import ReceivesWeights
 
 if TYPE_CHECKING:  # it needs NATS, which an engine's processes do without
     from worker.nodes.node_link import NodeLink
@@ -218,17 +219,16 @@ class AdapterLost(EngineFailed):
         return cls(f"{error}; the adapter {name} could not be put back: {undoing.message}", **undoing.facts)
 
 
-class EngineAdapter(ReceivesWeights):
+class EngineAdapter(ABC):
     """The worker's handle of one engine.
-
-    This class declares what the engine itself does. The methods that receive weights come from a mixin, which an engine
-    names beside this class: `WeightsInProcess` for a model in the worker's process, `WeightsInRanks` for ranks that are
-    processes of their own. Python can't instantiate an engine that has neither, because the methods of
-    `ReceivesWeights` are abstract.
 
     Life: `build(options)` makes the adapter and starts nothing. It refuses what the options alone show to be wrong.
     Then the worker looks for the other hosts of an engine. `start` builds the engine. `close` ends it.
     """
+
+    receiver: ReceivesWeights
+    """Receives the engine's weights. `start` sets it: a `Receiver` for a model in the worker's process. An engine whose
+    ranks are processes of their own derives from `WeightsInRanks`, which sets it."""
 
     @abstractmethod
     async def start(self) -> EngineInfo:
@@ -278,7 +278,7 @@ class EngineAdapter(ReceivesWeights):
         - `abort`: ends all requests, as `abort(None)` does.
 
         If it raises or is cancelled, the engine is as it was before, running or paused. Requests that mode `abort` has
-        ended stay ended. A later `pause` or `resume` ends a `wait` with an error.
+        ended stay ended.
         """
 
     @abstractmethod

@@ -69,7 +69,7 @@ class WorkerMetrics:
         staged_bytes = 0 if beside is None else beside.get("model_bytes", beside["bytes"])
         words = "Bytes of the version that is staged and waits for its commit."
         yield gauge("rl_plane_worker_staged_bytes", words, staged_bytes)
-        specs = worker.adapter.weight_spec().values() if worker.updates.cached_digest is not None else ()
+        specs = worker.adapter.receiver.weight_spec().values() if worker.updates.cached_digest is not None else ()
         words = "Bytes of the kept copy in host memory, for deltas and other workers."
         yield gauge("rl_plane_worker_kept_bytes", words, sum(spec.nbytes for spec in specs))
         words = "Ops that this worker has answered, by outcome: ok, skipped, or the error's code."

@@ -22,7 +22,3 @@ class Handler(Protocol):
     """
 
     def __call__(self, body: Any, fence: int, /) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]: ...
-
-
-Handlers = Mapping[str, Handler]
-"""Op → its handler."""

@@ -153,7 +153,7 @@ class OpHandlers:
         )
 
     async def _describe(self, body: worker_ops.Describe, fence: int) -> worker_ops.DescribeReply:
-        spec = self.adapter.weight_spec()
+        spec = self.adapter.receiver.weight_spec()
         return worker_ops.DescribeReply(
             engine=self.info.engine,
             engine_version=self.info.engine_version,
@@ -238,18 +238,20 @@ class OpHandlers:
         offsets = config.pop("rank_offsets", None)  # for a group: one message has the offset of each worker
         if offsets is not None:
             config["rank_offset"] = offsets.get(self.core.state.instance_id)
-        return ByRank(worker_ops.DoneReply(), await asyncio.to_thread(self.adapter.init_transport, config))
+        return ByRank(
+            worker_ops.DoneReply(), await asyncio.to_thread(self.adapter.receiver.init_transport, config)
+        )
 
     async def _destroy_transport(self, body: update_requests.DestroyTransport, fence: int) -> ByRank:
         self.updates.check_backend(body.backend)
-        ranks = await asyncio.to_thread(self.adapter.destroy_transport, body.backend, body.group)
+        ranks = await asyncio.to_thread(self.adapter.receiver.destroy_transport, body.backend, body.group)
         return ByRank(worker_ops.DoneReply(), ranks)
 
     async def _open_relay(self, body: relay.OpenRelay, fence: int) -> relay.OpenRelayReply:
         places = self.member_info.get("nodes") or [self.member_info]
         if body.workers == 1 and len(places) == 1:
             return relay.OpenRelayReply(relay=[])
-        found = await asyncio.to_thread(self.adapter.relay_addresses)
+        found = await asyncio.to_thread(self.adapter.receiver.relay_addresses)
         hosts = [str(place["host"]) for place in places]
         return relay.OpenRelayReply(
             relay=[

@@ -19,8 +19,8 @@ TensorStream = Iterable[tuple[str, HostTensor]]
 """Tensors by checkpoint name, each valid until the next one is asked for, unless it is `owned`."""
 
 
-class Staged(Protocol):
-    """Complete and verified weights in host memory, in the form that the engine's swap takes."""
+Staged = Any
+"""Complete and verified weights in host memory, in the form that the engine's swap takes."""
 
 
 class WeightHolder(Protocol):

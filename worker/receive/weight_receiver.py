@@ -46,7 +46,8 @@ from worker.receive.kept_copy import (
     taken_changes,
 )
 from worker.receive.lacking_transports import LACKING
-from worker.receive.received_bytes import ReceivedBytes
+from worker.receive.received_bytes import ByteCount, ReceivedBytes
+from worker.receive.receives_weights import ReceivesWeights
 from worker.receive.staging import (
     FLOAT_DTYPES,
     check_deltas,
@@ -88,8 +89,8 @@ def load_transports(places: TransportContext, device: str = "cpu") -> dict[str, 
     return found
 
 
-class Receiver:
-    """Receives one update at a time: `open`, `receive`, then `take` or `discard`.
+class Receiver(ReceivesWeights):
+    """Receives one update at a time into a `WeightHolder`: `open`, `receive`, then `take` or `discard`.
 
     The methods block, so they run on a thread. Only `take` may run on an engine's loop."""
 
@@ -106,7 +107,7 @@ class Receiver:
         """`shared`: other processes map the staging areas. `received`: counts that another process reads.
         `host_number`: of this host among those of the engine. `memory_files`: they bound what can be staged."""
         self.holder = holder
-        self.received = received or ReceivedBytes()
+        self._count = received or ReceivedBytes()
         """Counts the bytes of the update that came last, or is being received."""
         self.transports = transports
         self._host_number = host_number
@@ -215,7 +216,12 @@ class Receiver:
     def backends(self) -> tuple[str, ...]:
         return tuple(sorted(self.transports))
 
-    @property
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self.holder.weight_spec()
+
+    def received(self) -> ByteCount:
+        return self._count.now()
+
     def cached_digest(self) -> str | None:
         return self.kept.digest if self.kept is not None else None
 
@@ -248,7 +254,7 @@ class Receiver:
         except BaseException:
             delivery.close()
             raise
-        self.received.begin(_nbytes(delivery))
+        self._count.begin(_nbytes(delivery))
         self.opened[staging] = (request, delivery)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
@@ -263,7 +269,7 @@ class Receiver:
             "expected_digest": request.digest,
             "algorithm": request.digest_algorithm,
             "cancelled": cancelled,
-            "progress": self.received,
+            "progress": self._count,
         }
         if request.adapter is not None:
             area, self._staged[staging], digest = self._received(delivery, kind="lora", **how)
@@ -445,7 +451,7 @@ class Receiver:
         assert wanted is not None, "the request has it"
         algorithm = algorithm_of(wanted)
         specs = self.holder.weight_spec()
-        changes = taken_changes(delivery, request.encoding, specs, algorithm, cancelled, self.received)
+        changes = taken_changes(delivery, request.encoding, specs, algorithm, cancelled, self._count)
         before, changes = self._before(request, base, changes, cancelled)
         before.check_fits(changes)
         known, self.kept = self.kept, None
@@ -533,7 +539,7 @@ class Receiver:
         the digest of the last result covers all of them."""
         assert link.transport is not None, "the worker has filled in its own model"
         delivery = self._open(link.transport, "base")
-        self.received.expect(_nbytes(delivery))
+        self._count.expect(_nbytes(delivery))
         try:
             if kept is not None:
                 self._check_specs(link.encoding, delivery)
@@ -545,7 +551,7 @@ class Receiver:
         if kept is not None:
             algorithm = algorithm_of(link.digest)
             specs = self.holder.weight_spec()
-            changes = taken_changes(delivery, link.encoding, specs, algorithm, cancelled, self.received)
+            changes = taken_changes(delivery, link.encoding, specs, algorithm, cancelled, self._count)
             kept.check_fits(changes)
             return kept.change(changes, link.digest, cancelled)
         digests: dict[str, str] = {}
@@ -555,7 +561,7 @@ class Receiver:
             expected_digest=link.digest,
             cancelled=cancelled,
             digests=digests,
-            progress=self.received,
+            progress=self._count,
         )
         kept = as_kept(digest, area, self.holder.tied_tensors(), digests)
         if kept is None:
@@ -574,10 +580,9 @@ class Receiver:
             return by.open_relayed(request, kind, plan)
         return by.open(request, kind)
 
-    def relay_address(self) -> tuple[str, int] | None:
-        """The address at which peers fetch what this process receives. None: no transport serves peers."""
+    def relay_addresses(self) -> list[tuple[str, int]]:
         relaying = next(self._relaying(), None)
-        return None if relaying is None else relaying.relay_address()
+        return [] if relaying is None else [relaying.relay_address()]
 
     def _relaying(self) -> Iterator[RelayingTransport]:
         return (one for one in self.transports.values() if isinstance(one, RelayingTransport))
@@ -587,10 +592,11 @@ class Receiver:
         for transport in self._relaying():
             transport.end_relay()
 
-    def init_transport(self, config: Mapping[str, Any]) -> None:
+    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         self.transports[config["backend"]].init(config)
+        return [{"rank": 0}]
 
-    def destroy_transport(self, backend: str, group: str | None = None) -> None:
+    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
         transport = self.transports[backend]
         if group is None:
             transport.destroy()
@@ -598,6 +604,7 @@ class Receiver:
             transport.leave(group)
         else:
             raise InvalidRequest(f"{backend} has no groups", field="group", fix="leave it out")
+        return [{"rank": 0}]
 
 
 def _kind(request: ReceiveRequest) -> Kind:

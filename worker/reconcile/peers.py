@@ -77,7 +77,7 @@ class Peers:
 
     async def _write_offer(self) -> None:
         try:
-            places = await asyncio.to_thread(self._adapter.offer, list(self._loaded()))
+            places = await asyncio.to_thread(self._adapter.receiver.offer, list(self._loaded()))
             if places != self._offered:
                 offer = {"places": places, "host": self._host, "incarnation": self._incarnation}
                 await self._bus.ensure_bucket(self._subjects.offers)

@@ -20,10 +20,10 @@ from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, Recei
 from rl_plane.protocol.worker_ops import UpdateOnWorker
 from worker.engines.base import EngineAdapter, EngineInfo
 from worker.receive.received_bytes import ByteCount
+from worker.receive.receives_weights import ReceivesWeights
 from worker.reconcile.instructions import StagedVersion
 from worker.reconcile.receive_report import update_on_worker
 from worker.reconcile.receive_span import add_received
-from worker.runtime.engine_loop import EngineLoop
 
 log = logging.getLogger("worker.reconcile.staged_updates")
 
@@ -119,13 +119,11 @@ class WeightUpdates:
         self,
         adapter: EngineAdapter,
         info: EngineInfo,
-        engine: EngineLoop,
         tell: Callable[[StagedUpdate | None], None],
         tell_cached: Callable[[], None],
     ) -> None:
         self._adapter = adapter
         self._info = info
-        self._engine = engine
         self.on_change = tell
         """Called with the staged update after each change, and with None after its end."""
         self._tell_cached = tell_cached
@@ -146,6 +144,10 @@ class WeightUpdates:
         """The sources of the version that was received last."""
         self.cached_digest: str | None = None
         """The digest of the version that the engine keeps in host memory, which the next delta may change."""
+
+    @property
+    def _receiver(self) -> ReceivesWeights:
+        return self._adapter.receiver
 
     @property
     def _busy(self) -> _Receive | StagedUpdate | None:
@@ -172,7 +174,7 @@ class WeightUpdates:
         now, one, staged = time.monotonic(), self.receiving, self.staged
         if one is not None:
             opened = one.opened.done() and not one.opened.cancelled()
-            count = self._adapter.received() if opened else None
+            count = self._receiver.received() if opened else None
             return update_on_worker(one.request, count, now - one.began, opened=opened, held=one.held)
         if staged is None:
             return None
@@ -236,7 +238,9 @@ class WeightUpdates:
         try:
             if not one.task.done():
                 body = part.model_dump()
-                return await asyncio.to_thread(self._adapter.receive_part, one.staging, body, one.cancelled.is_set)
+                return await asyncio.to_thread(
+                    self._receiver.receive_part, one.staging, body, one.cancelled.is_set
+                )
         except PlaneError:
             await asyncio.wait([one.task], timeout=ABORT_WAIT_S)  # its error says why
             if not one.task.done() or one.task.cancelled() or one.task.exception() is None:
@@ -302,18 +306,18 @@ class WeightUpdates:
         opened: asyncio.Future[None],
     ) -> StagedUpdate:
         limits = CanaryLimits(vocab_size=self._info.vocab_size, max_model_len=self._info.max_model_len)
-        await asyncio.to_thread(self._adapter.open, name, request, limits)
+        await asyncio.to_thread(self._receiver.open, name, request, limits)
         opened.set_result(None)
         if request.in_place:
             try:
                 await taint()
             except BaseException:
-                await self._engine.run(self._adapter.discard(name))
+                await asyncio.to_thread(self._receiver.discard, name)
                 raise
         if request.base is not None:
             await self._exchange_over(name, cancelled)
         try:
-            reply = await asyncio.to_thread(self._adapter.receive, name, cancelled.is_set)
+            reply = await asyncio.to_thread(self._receiver.receive, name, cancelled.is_set)
         except EngineFailed as error:
             if cancelled.is_set():  # so the coordinator sees that this worker was stopped, and has not failed
                 raise _aborted(request) from error
@@ -321,12 +325,12 @@ class WeightUpdates:
         finally:
             await self._read_cached_digest(request)
         self.received_from = reply.get("sources", [])
-        add_received(tracing.current(), self._adapter.received, reply, time.time_ns())
+        add_received(tracing.current(), self._receiver.received, reply, time.time_ns())
         now, began = self._receiving, time.monotonic()
         if now is not None and now.staging == name:
             fence, began = now.fence, now.began  # another coordinator may have asked for the update since
         in_staging = None if request.in_place else name
-        staged = StagedUpdate(request, fence, in_staging, reply, began, self._adapter.received())
+        staged = StagedUpdate(request, fence, in_staging, reply, began, self._receiver.received())
         if cancelled.is_set():
             await self._discard(staged)
             raise _aborted(request)
@@ -352,14 +356,14 @@ class WeightUpdates:
 
     async def _discard(self, staging: StagedUpdate) -> None:
         if staging.name is not None:
-            await self._engine.run(self._adapter.discard(staging.name))
+            await asyncio.to_thread(self._receiver.discard, staging.name)
             await self._read_cached_digest(staging.request)
 
     async def _read_cached_digest(self, request: ReceiveRequest) -> None:
         if not request.keeps_copy and self.cached_digest is None:
             return  # the usual case
         try:
-            self.cached_digest = await asyncio.to_thread(self._adapter.cached_digest)
+            self.cached_digest = await asyncio.to_thread(self._receiver.cached_digest)
         except PlaneError as error:
             log.warning("the engine does not say which version it keeps in host memory: %s", error)
             self.cached_digest = None

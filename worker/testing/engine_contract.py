@@ -54,6 +54,8 @@ BOUND_S = 120.0
 NEW_TOKENS = 8
 LONG = 512
 """New tokens of a request that is still running when a check pauses or aborts it."""
+CANCELLED_MODES: tuple[PauseMode, ...] = ("wait", "keep", "abort")
+"""The modes of the pauses that a check cancels. `abort` is the last one: it ends the request for which `wait` waits."""
 
 T = TypeVar("T")
 
@@ -184,8 +186,8 @@ class EngineUnderTest:
 
     async def stage(self, model: Path, adapter: str | None = None, in_place: bool = False) -> str:
         request = self.receive_request(model, adapter, in_place)
-        await asyncio.to_thread(self.engine.open, request.update_id, request)
-        reply = await asyncio.to_thread(self.engine.receive, request.update_id, lambda: False)
+        await asyncio.to_thread(self.engine.receiver.open, request.update_id, request)
+        reply = await asyncio.to_thread(self.engine.receiver.receive, request.update_id, lambda: False)
         if adapter is None:
             assert reply["digest"] == model_digest(model), "receive reports the digest of what it received"
         return request.update_id
@@ -238,7 +240,7 @@ async def describes_itself(at: EngineUnderTest) -> None:
     assert info.max_model_len > len(at.prompt) + NEW_TOKENS
     assert "filesystem" in info.transports, "the checks bring weights through files"
     assert all(info.lacks.values()), "each missing capability has a reason"
-    assert at.engine.weight_spec()
+    assert at.engine.receiver.weight_spec()
     await bounded(at.engine.liveness())
     assert at.engine.load() == (0, 0)
 
@@ -394,16 +396,38 @@ async def pause_abort_ends_all(at: EngineUnderTest) -> None:
     assert len((await at.generate()).tokens) == NEW_TOKENS
 
 
+async def cancelled_pauses_leave_it_running(at: EngineUnderTest) -> None:
+    """A deadline may cancel a pause that has begun. The engine then runs as before."""
+    stream = at.stream()
+    await stream.reach(1)
+    for mode in CANCELLED_MODES:
+        await cancel_pause(at, mode)
+        assert len((await at.generate()).tokens) == NEW_TOKENS
+    await at.engine.abort([stream.id])
+    await stream.end()
+
+
+async def cancel_pause(at: EngineUnderTest, mode: PauseMode) -> None:
+    """Begins a pause and cancels it at its first `await`. The engine runs when this returns."""
+    pausing = asyncio.create_task(at.engine.pause(mode, False))
+    await asyncio.sleep(0)
+    pausing.cancel()
+    await asyncio.wait([pausing], timeout=BOUND_S)
+    assert pausing.done(), "a pause that is cancelled ends"
+    if not pausing.cancelled():  # it had nothing to wait for
+        await bounded(at.engine.resume())
+
+
 async def swap_changes_tokens_and_nothing_else(at: EngineUnderTest) -> None:
     """New weights make other tokens, under their own label. The old weights then make the old tokens again."""
-    spec, before, sums = at.engine.weight_spec(), await at.generate(), await checksum(at)
+    spec, before, sums = at.engine.receiver.weight_spec(), await at.generate(), await checksum(at)
     version = await at.swap(at.other)
     after = await at.generate()
     assert after.tokens != before.tokens, "other weights make other tokens"
     assert len(after.tokens) == NEW_TOKENS
     if at.info.witnesses:
         assert after.digests == [version.digest]
-    assert at.engine.weight_spec() == spec
+    assert at.engine.receiver.weight_spec() == spec
     assert not sums or await checksum(at) != sums
     await at.swap(at.model)
     assert (await at.generate()).tokens == before.tokens, "no KV or state of other weights is left"
@@ -451,14 +475,14 @@ async def a_dropped_staging_leaves_no_trace(at: EngineUnderTest) -> None:
     """Weights that were opened, staged or cancelled, and then dropped, change nothing."""
     before, sums = await at.generate(), await checksum(at)
     opened = at.receive_request(at.other)
-    await asyncio.to_thread(at.engine.open, opened.update_id, opened)
-    await at.engine.discard(opened.update_id)
+    await asyncio.to_thread(at.engine.receiver.open, opened.update_id, opened)
+    await asyncio.to_thread(at.engine.receiver.discard, opened.update_id)
     staged = await at.stage(at.other)
-    await at.engine.discard(staged)
-    await at.engine.discard(staged)
+    await asyncio.to_thread(at.engine.receiver.discard, staged)
+    await asyncio.to_thread(at.engine.receiver.discard, staged)
     cancelled = at.receive_request(at.other)
-    await asyncio.to_thread(at.engine.open, cancelled.update_id, cancelled)
-    await refused(asyncio.to_thread(at.engine.receive, cancelled.update_id, lambda: True), EngineFailed)
+    await asyncio.to_thread(at.engine.receiver.open, cancelled.update_id, cancelled)
+    await refused(asyncio.to_thread(at.engine.receiver.receive, cancelled.update_id, lambda: True), EngineFailed)
     await bounded(at.engine.pause("keep", False))
     for name in (opened.update_id, staged, cancelled.update_id):
         await refused(at.engine.swap(name, at.version(at.other)), EngineFailed)
@@ -474,8 +498,8 @@ async def refuses_weights_that_do_not_exist(at: EngineUnderTest) -> None:
     request = at.receive_request(at.model / "no such directory")
 
     def receive() -> None:
-        at.engine.open(request.update_id, request)
-        at.engine.receive(request.update_id, lambda: False)
+        at.engine.receiver.open(request.update_id, request)
+        at.engine.receiver.receive(request.update_id, lambda: False)
 
     await refused(asyncio.to_thread(receive), InvalidRequest)
     assert (await at.generate()).tokens == before.tokens
@@ -585,7 +609,7 @@ async def loads_adapters(at: EngineUnderTest) -> None:
     if at.lacks("prepare_update:lora"):
         if at.adapter is not None:
             request = at.receive_request(at.adapter, "contract")
-            await refused(asyncio.to_thread(at.engine.open, request.update_id, request), Unsupported)
+            await refused(asyncio.to_thread(at.engine.receiver.open, request.update_id, request), Unsupported)
         return
     if at.adapter is None:
         return
@@ -625,6 +649,7 @@ CHECKS: Mapping[str, Check] = {
         pause_keep_freezes,
         pause_wait_drains,
         pause_abort_ends_all,
+        cancelled_pauses_leave_it_running,
         swap_changes_tokens_and_nothing_else,
         swap_under_a_stream,
         kept_kv_is_told_and_used_by_no_other_request,

@@ -22,9 +22,11 @@ try:
     from worker.engines.capabilities import CanPool, require
     from worker.testing.engine_contract import (
         BOUND_S,
+        CANCELLED_MODES,
         Check,
         EngineUnderTest,
         bounded,
+        cancel_pause,
         checksum,
         describes_itself,
         idle,
@@ -138,6 +140,13 @@ async def pauses_and_aborts(at: EngineUnderTest) -> None:
     await bounded(at.engine.resume())
 
 
+async def cancelled_pauses_leave_it_running(at: EngineUnderTest) -> None:
+    """A deadline may cancel a pause that has begun. The engine then runs as before."""
+    for mode in CANCELLED_MODES:
+        await cancel_pause(at, mode)
+        await pooled(at)
+
+
 async def swaps_weights(at: EngineUnderTest) -> None:
     """Other weights make another vector under their own label, also for a request that has waited over the swap."""
     (before, _), sums = await pooled(at), await checksum(at)
@@ -176,6 +185,7 @@ POOLING_CHECKS: Mapping[str, Check] = {
         pools,
         refuses_bad_inputs,
         pauses_and_aborts,
+        cancelled_pauses_leave_it_running,
         swaps_weights,
         ends_requests_at_its_end,
     )

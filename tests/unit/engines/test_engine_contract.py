@@ -19,12 +19,11 @@ from tests.support.paths import ROOT
 from worker.engines import capabilities
 from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions, PauseMode
 from worker.engines.capabilities import OPS
-from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.engines.fake.adapter import FakeEngine, make_fake_adapter, make_fake_model
 from worker.engines.fake.adapter import build as build_fake
-from worker.engines.receives_weights import ReceivesWeights
 from worker.process import checked_engine
+from worker.receive.weight_receiver import Receiver
 from worker.testing.engine_contract import (
     CHECKS,
     Check,
@@ -60,31 +59,19 @@ def test_the_page_on_engines_names_each_capability() -> None:
 
 
 def test_the_page_on_engines_names_each_method_that_an_engine_implements() -> None:
-    class InProcess(WeightsInProcess, EngineAdapter):
-        pass
-
     class InRanks(WeightsInRanks, EngineAdapter):
         pass
 
     methods = set(re.findall(r"`(\w+)`", table_under("| method | does |")))
-    assert methods == InProcess.__abstractmethods__
+    assert methods == EngineAdapter.__abstractmethods__
     assert "eleven" in PAGE
     assert len(methods) == 11
     members = set(re.findall(r"`(\w+)`", table_under("| member | is |")))
-    assert members == InRanks.__abstractmethods__ - InProcess.__abstractmethods__
-
-
-def test_an_engine_without_a_mixin_can_not_be_made() -> None:
-    own = vars(EngineAdapter).keys() & EngineAdapter.__abstractmethods__
-    assert own.isdisjoint(ReceivesWeights.__abstractmethods__)
-    incomplete = type("Incomplete", (EngineAdapter,), dict.fromkeys(own))
-    with pytest.raises(TypeError) as error:
-        incomplete()
-    assert all(name in str(error.value) for name in ReceivesWeights.__abstractmethods__)
+    assert members == InRanks.__abstractmethods__ - EngineAdapter.__abstractmethods__
 
 
 def test_an_engine_that_is_no_adapter_is_refused_at_the_start() -> None:
-    half = type("Half", (WeightsInProcess,), {})
+    half = type("Half", (), {})
     with pytest.raises(InvalidRequest, match="Half is no EngineAdapter"):
         checked_engine(half())
 
@@ -171,7 +158,13 @@ class AbortsNothing(FakeEngine):
 
 
 class KeepsStagings(FakeEngine):
-    async def discard(self, staging: str) -> None:
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self.receiver = KeepingReceiver(self.receiver.holder, self.receiver.transports)
+
+
+class KeepingReceiver(Receiver):
+    def discard(self, staging: str) -> None:
         pass
 
 

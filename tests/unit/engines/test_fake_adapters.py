@@ -163,7 +163,7 @@ async def test_adapter_swaps_that_are_refused_change_nothing(base: Path, loras: 
     with pytest.raises(EngineFailed, match="is an adapter"):
         await engine.swap(staged_adapter(engine, loras[1]), version(1, base))
     staged = staged_adapter(engine, loras[1])
-    await engine.discard(staged)
+    await asyncio.to_thread(engine.receiver.discard, staged)
     with pytest.raises(EngineFailed, match="discarded"):
         await engine.swap_adapter("x", staged, version_1)
     await engine.resume()
@@ -199,12 +199,12 @@ async def test_an_adapter_is_swapped_while_the_copy_is_being_offered(
     await engine.pause("keep", False)
     await engine.swap(staged, version(1, new))
     adapter = staged_adapter(engine, loras[0])
-    offering = asyncio.create_task(asyncio.to_thread(engine.offer))
+    offering = asyncio.create_task(asyncio.to_thread(engine.receiver.offer))
     await asyncio.to_thread(slow.begun.wait, BOUND_S)
     try:
         await engine.swap_adapter("x", adapter, adapter_version(1, loras[0]))
         assert not offering.done(), "it is still being offered"
-        assert engine.cached_digest() == model_digest(new)
+        assert engine.receiver.cached_digest() == model_digest(new)
     finally:
         slow.go_on.set()
     assert await offering == [{"digest": model_digest(new), "transport": {"backend": "filesystem"}}]
@@ -222,9 +222,9 @@ async def test_an_adapter_is_relabelled(base: Path, loras: list[Path]) -> None:
 
 async def test_adapters_and_base_weights_are_apart(base: Path, loras: list[Path]) -> None:
     engine = await started(base)
-    before = engine.weight_spec(), await engine.check_weights("checksum")
+    before = engine.receiver.weight_spec(), await engine.check_weights("checksum")
     await load_adapter(engine, "x", loras[0], 1)
-    assert (engine.weight_spec(), await engine.check_weights("checksum")) == before
+    assert (engine.receiver.weight_spec(), await engine.check_weights("checksum")) == before
 
 
 # overwriting

@@ -58,7 +58,7 @@ async def test_the_fake_engine_describes_itself_and_closes_twice(base: Path) -> 
     )
     assert (info.vocab_size, info.max_model_len) == (512, 4096)
     assert set(info.lacks) == {"generate:routed_experts", "generate:structured_output"}
-    assert engine.weight_spec() == {f"layers.{i}.weight": TensorSpec("F32", (256,)) for i in range(4)}
+    assert engine.receiver.weight_spec() == {f"layers.{i}.weight": TensorSpec("F32", (256,)) for i in range(4)}
     await engine.liveness()
     assert await engine.flush_cache()
     await engine.close()
@@ -82,7 +82,7 @@ async def test_a_closed_engine_refuses_every_call(base: Path) -> None:
         with pytest.raises(EngineFailed, match="not running"):
             await call
     with pytest.raises(EngineFailed):
-        engine.weight_spec()
+        engine.receiver.weight_spec()
 
 
 async def test_closing_ends_what_runs(base: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +30,6 @@ from worker.engines.fake.adapter import (
     fake_token,
 )
 from worker.receive.staging import model_digest
-from worker.receive.weight_receiver import Receiver
 
 __all__ = ["base", "new"]
 
@@ -159,6 +157,19 @@ async def test_cancelling_a_wait_leaves_things_as_they_were(base: Path) -> None:
         await drain(stream)
 
 
+async def test_a_resume_during_a_wait_counts(base: Path) -> None:
+    engine = await started(base)
+    stream = engine.generate(ask(max_tokens=3))
+    await anext(stream)
+    pausing = asyncio.create_task(engine.pause("wait", False))
+    await settle()
+    await engine.resume()
+    async with asyncio.timeout(BOUND_S):
+        await pausing
+        assert len(await drain(stream)) == 2
+        assert len(await drain(engine.generate(ask(max_tokens=3)))) == 3
+
+
 async def test_a_pause_with_an_unknown_mode_is_refused_and_pauses_nothing(base: Path) -> None:
     engine = await started(base)
     with pytest.raises(InvalidRequest) as caught:
@@ -256,29 +267,11 @@ async def test_swaps_that_are_refused_change_nothing(base: Path, new: Path) -> N
 async def test_discarded_weights_are_gone(base: Path, new: Path) -> None:
     engine = await started(base)
     staged = stage(engine, new)
-    await engine.discard(staged)
-    await engine.discard(staged)
+    await asyncio.to_thread(engine.receiver.discard, staged)
+    await asyncio.to_thread(engine.receiver.discard, staged)
     await engine.pause("keep", False)
     with pytest.raises(EngineFailed, match="discarded"):
         await engine.swap(staged, version(1, new))
-
-
-async def test_the_engine_generates_while_it_discards_weights(base: Path) -> None:
-    engine = await started(base)
-    begun, go_on = threading.Event(), threading.Event()
-
-    class SlowReceiver(Receiver):
-        def discard(self, staging: str) -> None:
-            begun.set()
-            assert go_on.wait(BOUND_S)
-
-    engine.receiver = SlowReceiver(engine.receiver.holder, {})
-    discarding = asyncio.create_task(engine.discard("any"))
-    await asyncio.to_thread(begun.wait, BOUND_S)
-    assert len(await drain(engine.generate(ask(max_tokens=2)))) == 2
-    assert not discarding.done()
-    go_on.set()
-    await discarding
 
 
 async def test_discarding_what_was_swapped_in_harms_nothing(base: Path, new: Path) -> None:
@@ -286,7 +279,7 @@ async def test_discarding_what_was_swapped_in_harms_nothing(base: Path, new: Pat
     staged = stage(engine, new)
     await engine.pause("keep", False)
     await engine.swap(staged, version(1, new))
-    await engine.discard(staged)
+    await asyncio.to_thread(engine.receiver.discard, staged)
     (row,) = await engine.check_weights("checksum")
     assert row["checksum"]
     await engine.resume()
@@ -346,7 +339,7 @@ async def test_check_weights_sees_noise_and_the_restored_weights(base: Path, new
     assert await checksum(engine) != first
     (row,) = await engine.check_weights("compare")
     assert row["match"] is False
-    assert row["mismatches"] == sorted(engine.weight_spec())
+    assert row["mismatches"] == sorted(engine.receiver.weight_spec())
     (delta,) = await drain(engine.generate(ask(max_tokens=1)))
     assert delta.spans == []  # noise is no version
 

@@ -19,22 +19,23 @@ from worker.engines.common.spans import Label
 BOUND_S = 30.0
 
 
-async def test_close_ends_the_computed_and_the_waiting_inputs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_close_ends_the_computed_and_the_waiting_inputs(tmp_path: Path) -> None:
     from worker.engines.hf.pooling_engine import HfPoolingEngine  # it imports transformers
 
     computing, may_end = threading.Event(), threading.Event()
 
-    def forward(batch: Any) -> Any:
-        computing.set()
-        may_end.wait(BOUND_S)
-        return [[0.0]], Label(None)
+    class WithoutModel(HfPoolingEngine):
+        def __init__(self) -> None:
+            super().__init__(EngineOptions(tmp_path, device="cpu", task="embed"))
+            self._thread = ThreadPoolExecutor(1)
+
+        def _forward(self, batch: Any) -> Any:
+            computing.set()
+            may_end.wait(BOUND_S)
+            return [[0.0]], Label(None)
 
     (tmp_path / "config.json").write_text("{}")
-    engine = HfPoolingEngine(EngineOptions(tmp_path, device="cpu", task="embed"))
-    monkeypatch.setattr(engine, "_thread", ThreadPoolExecutor(1))
-    monkeypatch.setattr(engine, "_forward", forward)
+    engine = WithoutModel()
 
     def ask(number: int) -> asyncio.Task[Any]:
         request = GenerateRequest(

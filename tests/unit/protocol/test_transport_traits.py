@@ -56,7 +56,7 @@ def updates_of_a_worker() -> WeightUpdates:
     """The updates of a worker whose only transport is `filesystem`."""
     info: Any = SimpleNamespace(transports=("filesystem",), require=lambda op, field: None)
     engine: Any = None
-    return WeightUpdates(engine, info, engine, lambda staged: None, lambda: None)
+    return WeightUpdates(engine, info, lambda staged: None, lambda: None)
 
 
 def test_each_transport_here_has_a_row() -> None:

@@ -24,6 +24,7 @@ class Engine:
     """An EngineAdapter and its EngineLoop. A receive ends when it is cancelled, or with `complete`."""
 
     def __init__(self) -> None:
+        self.receiver = self
         self.opened = 0
         self.is_open = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -45,18 +46,18 @@ class Engine:
     def received(self) -> None:
         return None
 
-    async def discard(self, staging: str) -> None:
+    def discard(self, staging: str) -> None:
+        asyncio.run_coroutine_threadsafe(self._discard(staging), self._loop).result()
+
+    async def _discard(self, staging: str) -> None:
         self.discards.set()
         await self.may_discard.wait()
         self.discarded.append(staging)
 
-    async def run(self, work: Any) -> Any:
-        return await work
-
 
 def updates_of(engine: Any) -> WeightUpdates:
     info: Any = SimpleNamespace(transports=("road",), vocab_size=512, max_model_len=512)
-    return WeightUpdates(engine, info, engine, lambda staged: None, lambda: None)
+    return WeightUpdates(engine, info, lambda staged: None, lambda: None)
 
 
 def calls_of(changes: Any, updates: WeightUpdates) -> CoordinatorCalls:

@@ -50,7 +50,7 @@ class Holder:
         return self.tied
 
     def stage(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> StagedTensors:
-        return StagedTensors(dict(host_copies(tensors, self.wanted, self.tied, cancelled)))
+        return dict(host_copies(tensors, self.wanted, self.tied, cancelled))
 
     def overwrite(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> None:
         self.stage(tensors, cancelled)
@@ -78,9 +78,8 @@ class Worker:
         return self.receiver.receive(path, never)["digest"]
 
     def swap(self, path: str) -> Tensors:
-        staged = self.receiver.take(path)
-        assert isinstance(staged, StagedTensors)
-        return staged.tensors
+        staged: Tensors = self.receiver.take(path)
+        return staged
 
     def kept(self) -> Iterator[tuple[str, HostTensor]]:
         assert self.receiver.kept is not None
@@ -380,9 +379,10 @@ def test_an_old_staging_is_taken_back_before_the_next() -> None:
 
 
 class Engine:
-    """Records which methods of an adapter WeightUpdates calls, in order."""
+    """Records which methods of its receiver WeightUpdates calls, in order."""
 
     def __init__(self) -> None:
+        self.receiver = self
         self.called: list[str] = []
 
     def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None) -> None:
@@ -400,17 +400,14 @@ class Engine:
     def received(self) -> None:
         return None
 
-    async def discard(self, staging: str) -> None:
+    def discard(self, staging: str) -> None:
         self.called.append("discard")
-
-    async def run(self, work: Any) -> Any:
-        return await work
 
 
 async def test_a_delta_waits_until_no_swap_reads_the_copy() -> None:
     engine: Any = Engine()
     info: Any = SimpleNamespace(transports=("road",), vocab_size=512, max_model_len=512)
-    updates = WeightUpdates(engine, info, engine, lambda staging: None, lambda: None)
+    updates = WeightUpdates(engine, info, lambda staging: None, lambda: None)
     road = {"backend": "road"}
     await updates.prepare(named_request("full", road, keep=True).request)
     assert updates.take("full") is not None

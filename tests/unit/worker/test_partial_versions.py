@@ -39,7 +39,7 @@ class Holder:
         return self.tied
 
     def stage(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> StagedTensors:
-        return StagedTensors(dict(host_copies(tensors, self.weight_spec(), self.tied, cancelled)))
+        return dict(host_copies(tensors, self.weight_spec(), self.tied, cancelled))
 
     def overwrite(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> None:
         raise NotImplementedError
@@ -102,8 +102,7 @@ class Worker:
         for number in numbers:
             assert self.stage(number, **more) == self.digests[number]
             staged = self.receiver.take(f"c{number}")
-            assert isinstance(staged, StagedTensors)
-            assert {name: raw(one) for name, one in staged.tensors.items()} == {
+            assert {name: raw(one) for name, one in staged.items()} == {
                 name: raw(one) for name, one in self.versions[number].items()
             }
 

@@ -1,4 +1,4 @@
-"""Tests the hook that holds a worker's op at a phase: see worker/testing/phase_hooks.py."""
+"""Tests the hook that holds a worker's op at a phase: see tests/support/phase_hooks.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from rl_plane.protocol import update_requests
 from rl_plane.protocol.record import first_record
+from tests.support.phase_hooks import VARIABLE, with_holds
 from worker.ops.contract import Handler
-from worker.testing.phase_hooks import VARIABLE, with_holds
 
 ME = "0123456789abcdef"
 BOUND_S = 30.0

@@ -113,26 +113,26 @@ async def test_weights_without_room_are_refused_before_a_byte_comes(tmp_path: Pa
     (group / "memory.current").write_text("2000\n")
     (group / "memory.stat").write_text("anon 700\ninactive_file 500\nactive_file 500\n")
     with pytest.raises(InvalidRequest, match=r"needs 1 MiB .*memory\.max of the control group") as refused:
-        engine.open(*files_request("s", new))
+        engine.receiver.open(*files_request("s", new))
     assert (refused.value.facts["needed_bytes"], refused.value.facts["free_bytes"]) == (4096, 4000)
     assert "the container's memory limit" in refused.value.facts["fix"]
     (group / "memory.max").write_text("5096\n")
-    engine.open(*files_request("s", new, keep=True))
-    engine.receive("s", never)
+    engine.receiver.open(*files_request("s", new, keep=True))
+    engine.receiver.receive("s", never)
     engine.receiver.take("s")
     (group / "memory.max").write_text("999\n")
     with pytest.raises(InvalidRequest, match="staging needs"):
-        engine.open(*files_request("t", new))
+        engine.receiver.open(*files_request("t", new))
     (group / "memory.max").write_text("1000\n")
-    engine.open(*files_request("t", new))  # the copy of the version before makes room
-    await engine.discard("t")
+    engine.receiver.open(*files_request("t", new))  # the copy of the version before makes room
+    engine.receiver.discard("t")
     (group / "memory.max").write_text("max\n")
-    engine.open(*files_request("u", new))
+    engine.receiver.open(*files_request("u", new))
     (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 0 kB\n")
-    await engine.discard("u")
+    engine.receiver.discard("u")
     engine.receiver.kept = None
     with pytest.raises(InvalidRequest, match="MemAvailable"):
-        engine.open(*files_request("v", new))
+        engine.receiver.open(*files_request("v", new))
     await engine.close()
 
 

@@ -118,6 +118,8 @@ class RequestGate:
             self.abort(None)
         elif mode == "wait":
             await self._drain()
+            if not self._queueing:
+                return  # a resume came later, and counts
         elif mode != "keep":
             raise InvalidRequest(
                 f"the pause mode is {str(mode)[:64]!r}", field="mode", fix="use keep, wait or abort"
@@ -130,7 +132,7 @@ class RequestGate:
         self._frozen, self._queueing = False, True
         self._wake()
         try:
-            while any(one.admitted for one in self._requests.values()):
+            while self._queueing and any(one.admitted for one in self._requests.values()):
                 self._drained.clear()
                 await self._drained.wait()
         except BaseException:
@@ -140,6 +142,7 @@ class RequestGate:
 
     def resume(self) -> None:
         self._frozen = self._queueing = False
+        self._drained.set()
         self._wake()
 
     def load(self) -> tuple[int, int]:

@@ -5,37 +5,43 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
-from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
+from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec, WeightVersion
 from rl_plane.transports.packing import names_of_dtypes
 from rl_plane.weights.read_ahead import host_memory
 from worker.engines.common.weight_checks import TensorChecks, write_noise
-from worker.receive.weight_holder import TensorStream
+from worker.receive.weight_holder import TensorStream, WeightHolder
 
 NAME_OF_DTYPE = names_of_dtypes()
 DTYPE_OF_NAME = {name: dtype for dtype, name in NAME_OF_DTYPE.items()}
 
 
-@dataclass(slots=True)
-class StagedTensors:
-    """Staged weights by checkpoint name, in the model's dtypes: in the staging area, or cast."""
-
-    tensors: dict[str, torch.Tensor]
+StagedTensors = dict[str, torch.Tensor]
+"""Staged weights by checkpoint name, in the model's dtypes: in the staging area, or cast."""
 
 
-class ModelWeights:
+class ModelWeights(WeightHolder):
     """The live weights of a transformers model."""
 
-    def __init__(self, model: Any, saved: Mapping[str, TensorSpec] = MappingProxyType({})) -> None:
-        """`saved`: the tensors of the checkpoint that the model was loaded from."""
+    def __init__(
+        self,
+        model: Any,
+        saved: Mapping[str, TensorSpec] = MappingProxyType({}),
+        before_overwrite: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`saved`: the tensors of the checkpoint that the model was loaded from. `before_overwrite` says that the
+        weights are of no version from here on."""
+        self.version: WeightVersion | None = None
+        """The version of the live weights. None: they are of no version."""
         self._model = model
+        self._before_overwrite = before_overwrite
         # Taken once: adapters change the names of parameters, and leave the parameters as they are.
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         targets = _checkpoint_views(model)
@@ -44,14 +50,12 @@ class ModelWeights:
         """Checkpoint name → the part of the live model that the tensor fills."""
         # One tensor has both names: its memory tells the checkpoint's name of the other one.
         at = {view.data_ptr(): name for name, view in self.targets.items()}
-        self.tied: Mapping[str, str] = {
-            name: at.get(targets[name].data_ptr(), of) for name, of in ties.items() if name in targets
-        }
+        self._tied = {name: at.get(targets[name].data_ptr(), of) for name, of in ties.items() if name in targets}
         own = {name: NAME_OF_DTYPE[view.dtype] for name, view in self.targets.items()}
         dtype = NAME_OF_DTYPE[model.dtype]
         # A tensor that the checkpoint has in the model's dtype is taken in it, whatever type the model keeps.
         as_saved = {name for name, spec in saved.items() if spec.dtype == dtype and own.get(name, dtype) != dtype}
-        self.spec: Mapping[str, TensorSpec] = {
+        self._spec = {
             name: TensorSpec(dtype if name in as_saved else own[name], tuple(view.shape))
             for name, view in self.targets.items()
         }
@@ -59,13 +63,20 @@ class ModelWeights:
         self._lock = threading.Lock()
         self.checks = TensorChecks(lambda: state, self._lock)
 
-    def stage(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> StagedTensors:
-        return StagedTensors(dict(host_copies(tensors, self.spec, self.tied, cancelled, self._own)))
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self._spec
 
-    def overwrite(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> None:
+    def tied_tensors(self) -> Mapping[str, str]:
+        return self._tied
+
+    def stage(self, tensors: TensorStream, cancelled: Cancelled) -> StagedTensors:
+        return dict(host_copies(tensors, self._spec, self._tied, cancelled, self._own))
+
+    def overwrite(self, tensors: TensorStream, cancelled: Cancelled) -> None:
         """Loads tensors one after the other as they arrive. If it raises, the weights are a mixture."""
+        self._before_overwrite()
         with self._lock, torch.no_grad():
-            for name, tensor in host_copies(tensors, self.spec, self.tied, cancelled, self._own):
+            for name, tensor in host_copies(tensors, self._spec, self._tied, cancelled, self._own):
                 self.targets[name].copy_(tensor)
             await_copies(self._model.device)
 
@@ -73,8 +84,8 @@ class ModelWeights:
         """Copies staged weights into the live ones, so that tied weights and views stay what they are. No step may run.
         `names`: the tensors that differ from the live ones. None: all of them may."""
         with self._lock, torch.no_grad():
-            for name in staged.tensors if names is None else names:
-                self.targets[name].copy_(staged.tensors[name])
+            for name in staged if names is None else names:
+                self.targets[name].copy_(staged[name])
             await_copies(self._model.device)
 
     def reset(self) -> None:

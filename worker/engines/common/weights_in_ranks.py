@@ -13,20 +13,21 @@ from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import PlaneError
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from worker.engines.receives_weights import ReceivesWeights
 from worker.receive.host_agent.host_agent_client import HostAgentClient
 from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Ranks
 from worker.receive.received_bytes import ByteCount
+from worker.receive.receives_weights import ReceivesWeights
 
 
 class WeightsInRanks(ReceivesWeights):
-    """Call `super().__init__()`, and set `engine_loop` in `start`."""
+    """Call `super().__init__()`, and set `engine_loop` in `start`. The engine is its own receiver."""
 
     engine_loop: asyncio.AbstractEventLoop
 
     def __init__(self) -> None:
         super().__init__()
+        self.receiver: ReceivesWeights = self
         self._in_place: set[str] = set()
         """Stagings that are open and will overwrite the served weights."""
         self._of_adapters: set[str] = set()
@@ -103,12 +104,9 @@ class WeightsInRanks(ReceivesWeights):
     def cached_digest(self) -> str | None:
         return self.host.cached_digest()
 
-    async def discard(self, staging: str) -> None:
+    def discard(self, staging: str) -> None:
         self._in_place.discard(staging)
         self._of_adapters.discard(staging)
-        await asyncio.to_thread(self._discard, staging)
-
-    def _discard(self, staging: str) -> None:
         self.ranks.discard(staging)
         self.host.discard(staging)
 

@@ -43,7 +43,6 @@ from worker.engines.common.token_checks import (
     kept_of_prompt,
     refuse_lacking,
 )
-from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.fake.config import FakeConfig
 from worker.engines.fake.fake_model import (
     FIRST_TOKEN,
@@ -87,8 +86,10 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F
 _DTYPE_NAMES = {short: name for name, short in _DTYPES.items()}
 
 
-class FakeEngine(WeightsInProcess, FullEngine):
+class FakeEngine(FullEngine):
     """Tests may change `config` while it runs. `transports` replaces the installed ones."""
+
+    receiver: Receiver
 
     def __init__(self, options: EngineOptions, transports: Mapping[str, WeightTransport] | None = None) -> None:
         super().__init__()

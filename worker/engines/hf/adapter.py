@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-import transformers
 from pydantic import Field
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 
@@ -23,23 +22,19 @@ from rl_plane.protocol.generation import RAW_LOGPROBS, GenerateRequest
 from rl_plane.protocol.validation import Body
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseMode
-from worker.engines.capabilities import WHOLE, CanCheckWeights, CanLoadAdapters, CanScore, CheckAction, CheckScope
+from worker.engines.capabilities import CanLoadAdapters, CanScore
 from worker.engines.common.checkpoint_spec import saved_specs
-from worker.engines.common.generating import Generating
 from worker.engines.common.pieces import Piece
 from worker.engines.common.request_gate import requests_of
 from worker.engines.common.scoring import check_sequences, checked_scores
 from worker.engines.common.token_checks import NO_EXPERTS, NO_FORM, check_adapter, most_tops
-from worker.engines.common.torch_weights import ModelWeights, StagedTensors
-from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.holder import HfHolder
-from worker.engines.hf.loaded_model import load_model
 from worker.engines.hf.loop import GenerationLoop
-from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
-from worker.engines.hf.pooling_engine import NO_SLEEP, HfPoolingEngine
+from worker.engines.hf.model_engine import NO_SLEEP, HfModelEngine
+from worker.engines.hf.peft_layers import NO_PEFT, have_peft
+from worker.engines.hf.pooling_engine import HfPoolingEngine
 from worker.engines.hf.streams import HfStream
-from worker.receive.weight_receiver import Receiver, load_transports
 
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that `close` waits for the running step. The thread is a daemon, so a hung step can't hold the process."""
@@ -62,15 +57,12 @@ def build(options: EngineOptions) -> EngineAdapter:
     return HfEngine(options) if options.task == "generate" else HfPoolingEngine(options)
 
 
-class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheckWeights):
+class HfEngine(HfModelEngine[HfHolder], CanScore, CanLoadAdapters):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self._arguments = options.arguments(HfArguments)
-        options.refuse_modes("the hf engine does not have this", "use vllm or sglang")
-        self._model: Any = None
         self._loop: GenerationLoop | None = None
         self._experts: ExpertRecorder | None = None
-        self._holder: HfHolder | None = None
         self._streams: dict[str, HfStream] = {}
         self._keys = itertools.count()
 
@@ -87,13 +79,13 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             allow_block_sharing=False,  # each request computes its own KV, so none of it outlives an update
             auto_switch_to_flash=False,  # it would fetch kernels from the network
         )
-        adapters, experts = self.holder.adapters, self._experts
+        experts = self._experts
         assert experts is not None, "made with the model"
         try:
             self._loop = await asyncio.to_thread(
                 GenerationLoop,
                 self._model,
-                adapters,
+                self.holder,
                 experts,
                 config,
                 asyncio.get_running_loop(),
@@ -106,16 +98,9 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         return info
 
     def _load(self) -> EngineInfo:
-        path = self._options.model
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it describes its cache at start
-        self._load_tokenizer()
-        self._model = load_model(AutoModelForCausalLM, self._options)
+        self._load_weights(AutoModelForCausalLM, HfHolder, saved_specs(self._options.model))
         self._experts = ExpertRecorder(self._model)
-        weights = ModelWeights(self._model, saved_specs(path))
-        self._holder = HfHolder(weights, ModelAdapters(self._model, weights.spec), self._forget_weights)
-        self.receiver = receiver = Receiver(
-            self._holder, load_transports(self._options.places, str(self._model.device))
-        )
         config = self._model.config.get_text_config()
         room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)
         length = self._arguments.max_model_len or room
@@ -125,18 +110,9 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 field="engine_arg.max_model_len",
                 fix="lower it, or raise num_blocks",
             )
-        return EngineInfo(
-            engine="hf",
-            engine_version=transformers.__version__,
-            model=path.absolute().name,
-            dtype=str(self._model.dtype).removeprefix("torch."),
-            device=str(self._model.device),
-            world_size=1,
-            vocab_size=config.vocab_size,
-            max_model_len=length,
-            lacks=_lacks(bool(self._experts.experts)),
-            transports=receiver.backends,
-            tied=self.holder.tied_tensors(),
+        return self._info_of(
+            length,
+            _lacks(bool(self._experts.experts)),
             logprobs_mode=self._options.logprobs_mode,
             max_prompt_top_logprobs=most_tops(config.vocab_size),
         )
@@ -146,13 +122,8 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         if loop is not None:
             loop.call(loop.stop_loop)
             await asyncio.to_thread(loop.join_thread, CLOSE_TIMEOUT_S)
-        self._model = self._experts = self._holder = self._tokenizer = None
-        self._receiver = None
-
-    async def liveness(self) -> None:
-        device = self._model.device if self._model is not None else "cpu"
-        # The command proves the loop, its tensor the device.
-        await self._call(lambda _: torch.ones((), device=device).item())
+        self._experts = None
+        self._drop_model()
 
     # generation
 
@@ -176,14 +147,15 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     async def abort(self, request_ids: list[str] | None) -> int:
         streams = None if request_ids is None else requests_of(self._streams, request_ids)
         before = self._abort_tokenized(request_ids)
-        count: int = await self._call(lambda loop: loop.abort(streams))
+        loop = self.loop
+        count = await self._on_thread(lambda: loop.abort(streams))
         return before + count
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         loop, drained = self.loop, Future[None]()
         before: list[bool] = []  # whether it was frozen; empty until the pause begins
 
-        def begin(loop: GenerationLoop) -> None:
+        def begin() -> None:
             before.append(loop.frozen)
             if mode == "wait":
                 loop.drain(drained)
@@ -191,26 +163,19 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 loop.freeze()
 
         try:
-            await self._call(begin)
+            await self._on_thread(begin)
             if mode == "wait":
                 await asyncio.wrap_future(drained)
             elif mode == "abort":
                 self._abort_tokenized(None)
-                await self._call(lambda loop: loop.abort(None))
+                await self._on_thread(lambda: loop.abort(None))
             return clear_cache and await self.flush_cache()
         except BaseException:
-            # Unless another pause or a resume has ended this one. No await: later commands run after this one.
-            if drained.cancelled() or not drained.done() or drained.exception() is None:
-                loop.call(lambda: loop.go_back(before))
+            loop.call(lambda: loop.go_back(before))  # no await: later commands run after this one
             raise
 
     async def resume(self) -> None:
-        await self._call(lambda loop: loop.thaw())
-
-    async def flush_cache(self) -> bool:
-        """Returns True: there is no prefix cache, and no request uses another one's KV."""
-        await self.liveness()
-        return True
+        await self._on_thread(self.loop.thaw)
 
     def load(self) -> tuple[int, int]:
         loop, total = self._loop, len(self._streams)
@@ -219,70 +184,37 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
     # weights
 
-    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
-        served = self.loop.version
-        names = self.receiver.changed_since(staging, served.digest if served is not None else None)
-        staged, weights = self.receiver.take(staging), self.holder.weights
-        assert isinstance(staged, StagedTensors), "base weights"
+    def _before_change(self, keep_kv: bool) -> None:
+        self.loop.restart_requests(keep_kv=keep_kv)
 
-        def between_two_steps(loop: GenerationLoop) -> None:
-            loop.restart_requests(keep_kv=keep_kv)
-            still = loop.version == served
-            loop.version = None  # half-way, the weights are of no version
-            weights.load(staged, names if still else None)
-            loop.version = version
-
-        await self._call(between_two_steps)
-        return await self.flush_cache()
-
-    def set_version(self, version: WeightVersion) -> None:
-        self.loop.version = version
+    def _before_overwrite(self) -> None:
+        self.loop.forget_weights()
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         info = self.info
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
-        return checked_scores(await self._call(lambda loop: loop.score(checked)), checked)
+        loop = self.loop
+        return checked_scores(await self._on_thread(lambda: loop.score(checked)), checked)
 
     # adapters
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
-        staged = None if staging is None else self.receiver.take(staging)
+        loop = self.loop
+        model = None if staging is None else self.receiver.take(staging)
 
-        def between_two_steps(loop: GenerationLoop) -> None:
-            if staged is None:
+        def between_two_steps() -> None:
+            if model is None:
                 loop.remove_adapter(name)
             else:
-                assert isinstance(staged, HfStagedAdapter), "an adapter"
-                loop.put_adapter(name, staged, version)
+                loop.put_adapter(name, model, version)
 
-        await self._call(between_two_steps)
+        await self._on_thread(between_two_steps)
         return False  # there is no prefix cache
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         versions = self.loop.adapter_versions
         check_adapter(name, versions, "name")
         versions[name] = version
-
-    async def check_weights(self, action: CheckAction, scope: CheckScope = WHOLE) -> list[dict[str, Any]]:
-        weights = self.holder.weights
-        if action != "reset_tensors":
-            return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action, scope)}]
-
-        def between_two_steps(loop: GenerationLoop) -> None:
-            loop.restart_requests(keep_kv=True)
-            loop.version = None  # running requests continue with weights of no version
-            weights.reset()
-
-        await self._call(between_two_steps)
-        return [{"rank": 0}]
-
-    @property
-    def model(self) -> Any:
-        """The transformers model, with the live weights. Only the generation thread may touch it while the engine
-        steps."""
-        if self._model is None:
-            raise EngineFailed("the engine is not running")
-        return self._model
 
     @property
     def loop(self) -> GenerationLoop:
@@ -293,24 +225,8 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     def _running(self) -> GenerationLoop:
         return self.loop
 
-    def _forget_weights(self) -> None:
-        loop = self.loop
-        loop.call(loop.forget_weights).result()
-
-    @property
-    def holder(self) -> HfHolder:
-        if self._holder is None:
-            raise EngineFailed("the engine is not running")
-        return self._holder
-
-    async def _call(self, command: Callable[[GenerationLoop], Any]) -> Any:
-        loop = self.loop
-        try:
-            return await asyncio.wrap_future(loop.call(lambda: command(loop)))
-        except PlaneError:
-            raise
-        except Exception as error:
-            raise EngineFailed(f"{type(error).__name__}: {error}") from error
+    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
+        return self.loop.call(work)
 
 
 def _refusal(cause: BaseException) -> PlaneError:

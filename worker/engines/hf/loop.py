@@ -29,7 +29,7 @@ from worker.engines.common.scoring import in_batches
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.hf.experts import ExpertRecorder
-from worker.engines.hf.peft_layers import HfStagedAdapter, ModelAdapters
+from worker.engines.hf.holder import HfHolder
 from worker.engines.hf.streams import HfStream, choose, chosen_logprobs, likeliest, score_batch
 
 IDLE_WAIT_S = 0.1
@@ -59,7 +59,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
     def __init__(
         self,
         model: Any,
-        adapters: ModelAdapters,
+        weights: HfHolder,
         experts: ExpertRecorder,
         config: ContinuousBatchingConfig,
         events: asyncio.AbstractEventLoop,
@@ -68,9 +68,9 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         # A neutral generation config: the library runs no logits processor before our sampler.
         super().__init__(model, GenerationConfig(do_sample=False, eos_token_id=-1), config)
         self.output_router = _NoRouter()
-        self.version: WeightVersion | None = None
         self.adapter_versions: dict[str, WeightVersion | None] = {}
-        self._adapters = adapters
+        self._weights = weights
+        self._adapters = weights.adapters
         self._experts = experts
         self._adapter: str | None = None  # the adapter whose turn it is
         self._events = events
@@ -140,12 +140,10 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return len(victims)
 
     def freeze(self) -> None:
-        self._end_wait()
         self._gate_closed = self.frozen = True
 
     def drain(self, drained: Future[None]) -> None:
         """Holds new requests, lets running ones end (frozen ones too), then freezes."""
-        self._end_wait()
         self._gate_closed, self.frozen = True, False
         self._drain = drained
 
@@ -155,7 +153,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             self.freeze() if was_frozen else self.thaw()
 
     def thaw(self) -> None:
-        self._end_wait()
         self._gate_closed = self.frozen = False
         while self._held:
             self._admit(self._held.popleft())
@@ -165,7 +162,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         if not self.frozen:
             raise EngineFailed("weights are overwritten only while the engine is paused")
         self.restart_requests()
-        self.version = None
+        self._weights.version = None
 
     def restart_requests(self, *, keep_kv: bool = False, adapter: str | None = None) -> None:
         """Prepares a change of the base weights, or of one adapter. The requests that use them start again, and compute
@@ -175,16 +172,16 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         After weights of no version, such as noise, all requests start again."""
         for stream in list(self._live.values()):
             uses = adapter in (None, stream.request.adapter)
-            if self.version is None or (uses and not (keep_kv and stream.made)):
+            if self._weights.version is None or (uses and not (keep_kv and stream.made)):
                 self._drop([stream.key])
                 stream.restart()
                 self._admit(stream)
             elif uses:
-                stream.kv = stream.kv or self.version
+                stream.kv = stream.kv or self._weights.version
 
-    def put_adapter(self, name: str, staged: HfStagedAdapter, version: WeightVersion | None) -> None:
+    def put_adapter(self, name: str, model: Any, version: WeightVersion | None) -> None:
         self.restart_requests(adapter=name)
-        self._adapters.put(name, staged)
+        self._adapters.put(name, model)
         self.adapter_versions[name] = version
 
     def remove_adapter(self, name: str) -> None:
@@ -202,12 +199,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._stopping = True
 
     # the generation thread
-
-    def _end_wait(self) -> None:
-        """Ends a drain that still waits, with an error: another pause or a resume replaces it."""
-        drained, self._drain = self._drain, None
-        if drained is not None and not drained.done() and drained.set_running_or_notify_cancel():
-            drained.set_exception(EngineFailed("another pause or resume ended this wait"))
 
     def _admit(self, stream: HfStream) -> None:
         self._live[stream.key] = stream
@@ -310,8 +301,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         output_ids[0, : len(tokens)] = torch.tensor(tokens, dtype=output_ids.dtype, device=output_ids.device)
         for stream, token, logprob, top in zip(streams, tokens, logprobs, tops, strict=True):
             if stream.is_finite(logprob):
-                kv = stream.kv if stream.kv != self.version else None
-                stream.push(token, logprob, top, Label(self.version, name, adapter_version, kv))
+                kv = stream.kv if stream.kv != self._weights.version else None
+                stream.push(token, logprob, top, Label(self._weights.version, name, adapter_version, kv))
                 self._outbox.append((stream, stream.take()))
             else:
                 stream.done = True
@@ -352,9 +343,9 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
 
     def _finish_drain(self) -> None:
         drained = self._drain
-        # Its caller undoes a cancelled drain. A finished one stays until the next pause or resume.
-        if drained is not None and not self._live and not drained.done():
-            self.frozen = True
+        if drained is not None and not (self._live and self._gate_closed):
+            self._drain = None
+            self.frozen = self._gate_closed  # a resume has opened the gate, and counts
             if drained.set_running_or_notify_cancel():
                 drained.set_result(None)
 

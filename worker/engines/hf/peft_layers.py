@@ -12,7 +12,6 @@ import copy
 import importlib.util
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,13 +44,6 @@ tokens in a request, or sample."""
 
 def have_peft() -> bool:
     return importlib.util.find_spec("peft") is not None
-
-
-@dataclass(frozen=True, slots=True)
-class HfStagedAdapter:
-    """The base model with an adapter, ready to serve. It shares the base model's parameters."""
-
-    model: Any
 
 
 class ModelAdapters:
@@ -135,9 +127,8 @@ class ModelAdapters:
             found[f"{_PREFIX}{module}.lora_B.weight"] = TensorSpec(dtype, (outputs, r))
         return found
 
-    def stage(
-        self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Callable[[], bool]
-    ) -> HfStagedAdapter:
+    def stage(self, config: Mapping[str, Any], tensors: TensorStream, cancelled: Callable[[], bool]) -> Any:
+        """Returns the base model with the adapter, ready to serve. It shares the base model's parameters."""
         spec = self.spec(config)
         copies = dict(host_copies(tensors, spec, frozenset(), cancelled))
         model = _sharing(self._model, lambda tensor: tensor)
@@ -153,10 +144,11 @@ class ModelAdapters:
             )
         model.eval().requires_grad_(False)
         await_copies(self._model.device)
-        return HfStagedAdapter(model)
+        return model
 
-    def put(self, name: str, staged: HfStagedAdapter) -> None:
-        self._models[name] = staged.model
+    def put(self, name: str, model: Any) -> None:
+        """`model`: what `stage` has returned."""
+        self._models[name] = model
 
     def remove(self, name: str) -> None:
         self._models.pop(name, None)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
-import transformers
 from pydantic import Field
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -24,23 +23,17 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.validation import Body
-from rl_plane.protocol.versions import TensorSpec, WeightVersion
+from rl_plane.protocol.versions import TensorSpec
 from worker.engines.base import EngineInfo, EngineOptions, PauseMode
-from worker.engines.capabilities import WHOLE, CanCheckWeights, CheckAction, CheckScope
 from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.pooled_requests import NO_LOGPROBS, NO_POOLING_LORA, PooledRequests
 from worker.engines.common.request_gate import GatedRequest, RequestGate
 from worker.engines.common.spans import Label
-from worker.engines.common.torch_weights import ModelWeights, StagedTensors
-from worker.engines.common.weights_in_process import WeightsInProcess
-from worker.engines.hf.holder import HfBaseHolder
-from worker.engines.hf.loaded_model import load_model
-from worker.receive.weight_receiver import Receiver, load_transports
+from worker.engines.common.torch_weights import ModelWeights
+from worker.engines.hf.model_engine import NO_SLEEP, HfModelEngine
 
-T = TypeVar("T")
 MAX_BATCH = 64
 """Inputs of one forward. More would only delay the first of them."""
-NO_SLEEP = "the hf engine has no sleep mode: its memory stays where it is"
 
 
 class PoolingArguments(Body):
@@ -63,16 +56,12 @@ class _Waiting:
     """The numbers, and the weights that computed them. It is None if the engine paused before the forward."""
 
 
-class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
+class HfPoolingEngine(PooledRequests, HfModelEngine[ModelWeights]):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self._arguments = options.arguments(PoolingArguments)
-        options.refuse_modes("the hf engine does not have this", "use vllm or sglang")
         self._gate = RequestGate()
         self._thread: ThreadPoolExecutor | None = None
-        self._model: Any = None
-        self._weights: ModelWeights | None = None
-        self._version: WeightVersion | None = None
         self._queue: deque[_Waiting] = deque()
         self._batch: list[_Waiting] = []
         """The inputs that the thread computes now."""
@@ -85,40 +74,25 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
         return await self._on_thread(self._load)
 
     def _load(self) -> EngineInfo:
-        path = self._options.model
         self._read_head()
-        self._load_tokenizer()
-        saved = saved_specs(path)
-        self._model = model = load_model(self._class_of(saved), self._options)
+        saved = saved_specs(self._options.model)
+        self._load_weights(self._class_of(saved), ModelWeights, saved)
         self._check_head()
-        self._weights = weights = ModelWeights(model, saved)
-        holder = HfBaseHolder(weights, self._forget_weights)
-        self.receiver = receiver = Receiver(holder, load_transports(self._options.places, str(model.device)))
-        config = model.config.get_text_config()
-        most = int(config.max_position_embeddings)
+        most = int(self._model.config.get_text_config().max_position_embeddings)
         length = self._arguments.max_model_len or most
         if not 1 <= length <= most:
             raise InvalidRequest(
                 f"max_model_len is {length}", field="engine_arg.max_model_len", fix=f"give 1 to {most}"
             )
-        return EngineInfo(
-            engine="hf",
-            engine_version=transformers.__version__,
-            model=path.absolute().name,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=str(model.device),
-            world_size=1,
-            vocab_size=config.vocab_size,
-            max_model_len=length,
-            lacks={
+        return self._info_of(
+            length,
+            {
                 "release_memory": NO_SLEEP,
                 "resume_memory": NO_SLEEP,
                 "score": NO_LOGPROBS,
                 **NO_POOLING_LORA,
                 **lacking_tasks(self._options.task),
             },
-            transports=receiver.backends,
-            tied=holder.tied_tensors(),
             dimension=self.head.dimension,
             labels=self.head.labels,
         )
@@ -152,26 +126,15 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown(wait=False, cancel_futures=True)
-        self._model = self._weights = self._tokenizer = None
-        self._receiver = None
-
-    async def liveness(self) -> None:
-        device = self._model.device if self._model is not None else "cpu"
-        await self._on_thread(lambda: torch.ones((), device=device).item())
+        self._drop_model()
 
     def _running(self) -> ThreadPoolExecutor:
         if self._thread is None:
             raise EngineDied("the engine is closed")
         return self._thread
 
-    async def _on_thread(self, work: Callable[[], T]) -> T:
-        """Runs `work` on the thread that has the model, after what it does now."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._running(), work)
-        except PlaneError:
-            raise
-        except Exception as error:
-            raise EngineFailed(f"{type(error).__name__}: {error}") from error
+    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
+        return self._running().submit(work)
 
     # requests
 
@@ -234,7 +197,7 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def _forward(self, batch: list[_Waiting]) -> tuple[list[list[float]], Label]:
         """Runs on the thread."""
-        label = Label(self._version)
+        label = Label(self.holder.version)
         if not batch:
             return [], label
         model, lengths = self._model, [len(one.prompt) for one in batch]
@@ -263,64 +226,24 @@ class HfPoolingEngine(PooledRequests, WeightsInProcess, CanCheckWeights):
         return self._abort_tokenized(request_ids) + self._gate.abort(request_ids)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+        was_paused = self._gate.is_paused
         if mode == "abort":
             self._abort_tokenized(None)
         await self._gate.pause(mode)
-        await self.liveness()  # a batch that had begun is done
+        try:
+            await self.liveness()  # a batch that had begun is done
+        except BaseException:
+            if not was_paused:
+                self._gate.resume()
+            raise
         return clear_cache
 
     async def resume(self) -> None:
         self._running()
         self._gate.resume()
 
-    async def flush_cache(self) -> bool:
-        """Returns True: there is no prefix cache."""
-        await self.liveness()
-        return True
-
     def load(self) -> tuple[int, int]:
         return self._gate.load()
-
-    # weights
-
-    async def swap(self, staging: str, version: WeightVersion, *, keep_kv: bool = False) -> bool:
-        served = self._version
-        names = self.receiver.changed_since(staging, served.digest if served is not None else None)
-        staged, weights = self.receiver.take(staging), self._weights
-        assert isinstance(staged, StagedTensors), "base weights"
-        assert weights is not None, "made with the model"
-
-        def between_two_batches() -> None:
-            still = self._version == served
-            self._version = None  # half-way, the weights are of no version
-            weights.load(staged, names if still else None)
-            self._version = version
-
-        await self._on_thread(between_two_batches)
-        return True
-
-    def set_version(self, version: WeightVersion) -> None:
-        self._version = version
-
-    def _forget_weights(self) -> None:
-        def forget() -> None:
-            self._version = None
-
-        self._running().submit(forget).result()
-
-    async def check_weights(self, action: CheckAction, scope: CheckScope = WHOLE) -> list[dict[str, Any]]:
-        self._running()
-        weights = self._weights
-        assert weights is not None, "made with the model"
-        if action != "reset_tensors":
-            return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action, scope)}]
-
-        def between_two_batches() -> None:
-            self._version = None
-            weights.reset()
-
-        await self._on_thread(between_two_batches)
-        return [{"rank": 0}]
 
 
 def _settle(one: _Waiting, outcome: tuple[list[float], Label] | PlaneError | None) -> None:

@@ -375,7 +375,7 @@ class SglangEngine(RankEngine[SglangProcess]):
             await self.process.call("ready" if kept is None else "updatable")
             await asyncio.to_thread(self.host.take, staging)
         except PlaneError:
-            await self.discard(staging)  # in the ranks that were not ready
+            await asyncio.to_thread(self.discard, staging)  # in the ranks that were not ready
             raise
         key = self._next_key()
         self._requests_in_sglang().key, self._version = key, None  # half-way, the weights are of no version

@@ -40,7 +40,7 @@ class HostAgent:
             "ping": lambda body, cancelled: None,
             "begin": self._begin,
             "offer": lambda body, cancelled: self.receiver.offer(body["adapters"]),
-            "relay_address": lambda body, cancelled: self.receiver.relay_address(),
+            "relay_addresses": lambda body, cancelled: self.receiver.relay_addresses(),
             "open": lambda body, cancelled: self.receiver.open(
                 body["staging"], ReceiveRequest.model_validate(body["request"]), body["limits"]
             ),
@@ -51,7 +51,7 @@ class HostAgent:
             "take": self._take,
             "loaded": lambda body, cancelled: self.receiver.loaded(body["staging"]),
             "discard": lambda body, cancelled: self.receiver.discard(body["staging"]),
-            "cached_digest": lambda body, cancelled: self.receiver.cached_digest,
+            "cached_digest": lambda body, cancelled: self.receiver.cached_digest(),
             "init_transport": self._init_transport,
             "destroy_transport": lambda body, cancelled: self.receiver.destroy_transport(
                 body["backend"], body["group"]

@@ -137,8 +137,8 @@ class HostAgentClient:
 
     def relay_addresses(self) -> list[tuple[str, int]]:
         """The address and port at which each host serves its peers. Empty: one of them can't."""
-        found = self._ask_all("relay_address")
-        return [] if None in found else [(address, port) for address, port in found]
+        found = self._ask_all("relay_addresses")
+        return [] if [] in found else [(address, port) for ((address, port),) in found]
 
     def offer(self, adapters: Collection[str] = ()) -> list[dict[str, Any]]:
         places: list[dict[str, Any]] = self._ask("offer", {"adapters": list(adapters)})

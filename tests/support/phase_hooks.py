@@ -1,6 +1,7 @@
-"""A test hook that holds a changing op at a phase boundary, so that a test can kill a process there.
+"""Holds a changing op of a worker at a phase boundary, so that a test can kill a process there.
 
-The hook is off unless `RL_PLANE_TEST_HOLD_DIR` names a directory. A file `<point>` or `<point>.<instance_id>` in it
+A worker of `tests.support.worker_main` or `tests.kill.held_main` has called `install`. It holds no op unless
+`RL_PLANE_TEST_HOLD_DIR` names a directory. A file `<point>` or `<point>.<instance_id>` in it
 holds the ops that reach the point, while the file exists. If the file has a text, it holds only the update with that
 id.
 
@@ -19,9 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.protocol.worker_ops import OPS
-from worker.ops.contract import Handler, Handlers
+from worker.ops.contract import Handler
+from worker.ops.handlers import OpHandlers
 
-log = logging.getLogger("worker.testing.phase_hooks")
+Handlers = Mapping[str, Handler]
+"""Op → its handler."""
+
+log = logging.getLogger("tests.support.phase_hooks")
 
 VARIABLE = "RL_PLANE_TEST_HOLD_DIR"
 POLL_S = 0.01
@@ -29,8 +34,18 @@ MAX_HOLD_S = 60.0
 """An op waits no longer than this: a test may die and leave its file."""
 
 
+def install() -> None:
+    """Lets tests hold the ops of the workers that this process makes."""
+    table = OpHandlers.table
+
+    def held_table(self: OpHandlers) -> dict[str, Handler]:
+        return dict(with_holds(table(self), self.core.state.instance_id))
+
+    OpHandlers.table = held_table  # type: ignore[method-assign]
+
+
 def with_holds(handlers: Handlers, instance_id: str) -> Handlers:
-    """Returns the handlers unchanged. In a test, it returns handlers that wait where the test says."""
+    """Returns handlers that wait where the test says, or these handlers if no test says so."""
     directory = os.environ.get(VARIABLE)
     if not directory:
         return handlers
