@@ -527,6 +527,22 @@ def test_an_adapter_expects_the_tensors_that_peft_saves(tiny: Path, made_by_peft
         }
 
 
+def test_an_adapter_is_made_without_a_look_at_a_config_that_steps_change(
+    tiny: Path, made_by_peft: dict[str, Path]
+) -> None:
+    """PEFT copies the config of the model that it gets. Python refuses to copy a dictionary that grows meanwhile."""
+    from worker.engines.hf.peft_layers import ModelAdapters
+
+    class Grows:
+        def __deepcopy__(self, memo: object) -> object:
+            raise RuntimeError("dictionary changed size during iteration")
+
+    model = load_plain(tiny)
+    adapters = ModelAdapters(model, {})
+    model.config.changed_by_a_step = Grows()
+    assert adapters.spec(json.loads((made_by_peft["one"] / "adapter_config.json").read_text()))
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [

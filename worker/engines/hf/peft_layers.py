@@ -52,12 +52,13 @@ class ModelAdapters:
     def __init__(self, model: Any, checkpoint: Mapping[str, TensorSpec]) -> None:
         """`checkpoint`: the tensors of the model by the names that a checkpoint has for them."""
         self._model = model
+        self._config = copy.deepcopy(model.config)
         self._checkpoint = checkpoint
         self._models: dict[str, Any] = {}
 
     def spec(self, config: Mapping[str, Any]) -> dict[str, TensorSpec]:
         self._check(config)
-        skeleton = _sharing(self._model, _without_memory)
+        skeleton = self._shared(_without_memory)
         given, injected = _inject(config, skeleton)
         import peft
 
@@ -131,7 +132,7 @@ class ModelAdapters:
         """Returns the base model with the adapter, ready to serve. It shares the base model's parameters."""
         spec = self.spec(config)
         copies = dict(host_copies(tensors, spec, frozenset(), cancelled))
-        model = _sharing(self._model, lambda tensor: tensor)
+        model = self._shared(lambda tensor: tensor)
         _inject(config, model)
         import peft
 
@@ -145,6 +146,12 @@ class ModelAdapters:
         model.eval().requires_grad_(False)
         await_copies(self._model.device)
         return model
+
+    def _shared(self, tensor_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """Returns a copy for PEFT, which copies the config. The engine's steps may change the model's own config."""
+        shared = _sharing(self._model, tensor_of)
+        shared.config = copy.deepcopy(self._config)
+        return shared
 
     def put(self, name: str, model: Any) -> None:
         """`model`: what `stage` has returned."""
@@ -207,7 +214,7 @@ def _sharing(model: Any, tensor_of: Callable[[torch.Tensor], torch.Tensor]) -> A
             twin.__dict__.update(
                 {
                     key: copy.copy(value) if isinstance(value, dict | set) else value
-                    for key, value in vars(one).items()
+                    for key, value in vars(one).copy().items()  # a step may add one meanwhile
                 }
             )
             twin._parameters = {name: parameter(value) for name, value in one._parameters.items()}
