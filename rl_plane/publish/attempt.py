@@ -221,6 +221,7 @@ class Attempt:
 
         def opened() -> dict[str, Any]:
             plan.withdraw_left()  # an update that still waits keeps every other one out
+            plan.close_unsettled()
             return sender.open(manifest)
 
         self._body["transport"] = self._retry_while_locked(opened)
@@ -351,17 +352,24 @@ class Attempt:
             reply = self._reply()
             self._keep()
             return reply
-        except BaseException:
+        except BaseException as error:
             if self.committed:
                 self._keep()  # few workers serve the version so far: the others will fetch it
             elif self._prepared:
                 self._plan.withdraw(self._prepared)
+            elif self._sender is not None and self._stays_open(self._sender, error):
+                self._plan.unsettled, self._sender = self._sender, None
             raise
         finally:
             if self._sender is not None:
                 self._close(self._sender)  # it ends the update, if that still runs
             if self._update is not None:
                 self._update.exception()
+
+    def _stays_open(self, sender: Sender, error: BaseException) -> bool:
+        """True if workers may still have to fetch the version after this error, and can."""
+        may_be_committed = isinstance(error, OutcomeUnknown) and sender.receivers_from == "finish"
+        return may_be_committed and not self._lent  # the trainer changes lent tensors next
 
     def _close(self, sender: Sender) -> None:
         """Closes the sender. An error does not change the outcome, so it is only logged."""
@@ -452,7 +460,7 @@ class Attempt:
             except BaseException as error:
                 try:
                     self.committed = isinstance(error, (Conflict, Unavailable)) and self._was_committed()
-                    if not self.committed:
+                    if not self.committed and not self._stays_open(sender, error):
                         self._close(sender)
                 finally:
                     update.set_exception(error)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rl_plane.errors import PlaneError, Unavailable, error_from_wire
+from rl_plane.errors import OutcomeUnknown, PlaneError, Unavailable, error_from_wire
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.publish_options import PublishOptions
@@ -181,7 +181,7 @@ class Following:
                 self._obey(until="end")
         except BaseException as error:
             self._fail(error)
-        if self._error is not None:
+        if self._error is not None and not isinstance(self._error, OutcomeUnknown):  # rank 0 closes it later
             self._close_sender()
         self._publication.end({} if self._error is None else None, self._error)
 
