@@ -31,7 +31,7 @@ from rl_plane.publish.ranks.lead import Lead, SharedSender
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource, drain
 from rl_plane.publish.threads import on_thread
-from rl_plane.transports.base import KeepingSender, LendingSender, PushingSender, Sender
+from rl_plane.transports.base import Sender
 from rl_plane.transports.packing import Buffer, fill
 from rl_plane.weights.manifest import Manifest
 
@@ -95,7 +95,7 @@ class Attempt:
         self._sender: Sender | None = None
         self._update: Future[dict[str, Any]] | None = None
         self._prepared = ""
-        """The id of the update for which a PushingSender's receivers listen."""
+        """The id of the update for which receivers listen. Empty: they need not."""
         self._update_id = ""
         """The id under which the fleet has the update in its history."""
         self._body: dict[str, Any] = {}
@@ -165,7 +165,7 @@ class Attempt:
     def _send(self, taken: Taken) -> None:
         publication = self._publication
         sender, manifest = self._open_with_retries(taken)
-        if self._lends and taken.held and isinstance(sender, LendingSender):
+        if self._lends and taken.held:
             held = taken.held
             self._lent = _transport_call(lambda: sender.lend(held))
         if isinstance(sender, SharedSender):
@@ -225,7 +225,7 @@ class Attempt:
             return sender.open(manifest)
 
         self._body["transport"] = self._retry_while_locked(opened)
-        if isinstance(sender, PushingSender):
+        if sender.fingerprint is not None:
             self._swap_if_loaded()
             self._prepared = uuid.uuid4().hex
             body = {**self._body, "fingerprint": sender.fingerprint}
@@ -391,7 +391,7 @@ class Attempt:
         """Lets the sender keep the committed version. An error here is no failure of the publication."""
         self._publication.on_give_up(None)
         try:
-            if isinstance(self._sender, KeepingSender) and self._error is None:
+            if self._sender is not None and self._error is None:
                 base = self._fields.get("base")
                 if base is not None:
                     if base != self._fields["digest"]:  # else workers fetch what they fetched before

@@ -17,7 +17,7 @@ from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
 from rl_plane.publish.ranks.ownership import own_specs, owners_of
 from rl_plane.publish.send_plan import SenderFactory
 from rl_plane.publish.sources.base import Taken, drain
-from rl_plane.transports.base import KeepingSender, SenderContext, SharingSender
+from rl_plane.transports.base import SenderContext, SharingSender
 from rl_plane.transports.packing import Tensor, fill
 from rl_plane.weights.manifest import Manifest
 
@@ -324,5 +324,5 @@ class Following:
             self._sender.finish(self._digests)
 
     def _on_keep(self, body: Mapping[str, Any]) -> None:
-        if self._manifest is not None and isinstance(self._sender, KeepingSender):
+        if self._manifest is not None and self._sender is not None:
             self._sender.keep(None, body["onto_previous"], body["earlier"])

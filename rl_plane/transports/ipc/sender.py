@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.base import LendingSender, SenderContext, receivers
+from rl_plane.transports.base import Sender, SenderContext, receivers
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers
 from rl_plane.transports.ipc.host_buffers import HostBuffers
 from rl_plane.transports.ipc.in_place import LentTensors, pack_modules
@@ -45,7 +45,7 @@ once, unless they hang."""
 Layout = Literal["packed", "tensors"]
 
 
-class IpcSender(LendingSender):
+class IpcSender(Sender):
     """Sends to receivers on this machine. Buffers in host memory stay for the next update, those on a GPU do not."""
 
     backend = BACKEND
