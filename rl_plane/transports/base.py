@@ -81,10 +81,6 @@ class TransportContext:
         return cls(**{**wire, **tuples, "weight_roots": roots, "credentials": credentials})
 
 
-def _not_counted(nbytes: int) -> None:
-    """Counts nothing: no receiver has asked for it."""
-
-
 class Delivery(ABC):
     """The tensors of one update, before and while they arrive. Used by one thread, but for `close`."""
 
@@ -122,14 +118,6 @@ class Delivery(ABC):
 
     sources: Sequence[SourceUse] = ()
     """The bytes that came from each source, after the last tensor. Empty: the transport does not know."""
-
-    counts_bytes: bool = False
-    """True if the delivery calls `came` itself. Else the receiver counts each tensor that is yielded."""
-
-    came: Callable[[int], None] = staticmethod(_not_counted)
-    """The delivery calls it with the number of bytes that came since the last call. The receiver sets it before
-    `tensors`. A delivery that gets many tensors at once should call it, because it shows operators the progress of an
-    update."""
 
     @abstractmethod
     def tensors(self, cancelled: Cancelled, /) -> Iterator[tuple[str, HostTensor]]:

@@ -20,8 +20,6 @@ Arrived = memoryview | Sequence[tuple[str, HostTensor]]
 class PackedDelivery(Delivery):
     """Unpacks buckets into tensors. A subclass or `buckets` may set `digest` and `tensor_digests` as they arrive."""
 
-    counts_bytes = True
-
     def __init__(
         self,
         manifest: Manifest,
@@ -65,13 +63,10 @@ class PackedDelivery(Delivery):
             if data is None:
                 raise _wrong(f"only {number} of {len(self._manifest.buckets)} buckets came")
             if not isinstance(data, memoryview):
-                for name, tensor in data:
-                    self.came(tensor.data.nbytes)
-                    yield name, tensor
+                yield from data
                 continue
             if data.nbytes != bucket.nbytes:
                 raise _wrong(f"bucket {number} came with {data.nbytes} bytes, not {bucket.nbytes}")
-            self.came(sum(placed.spec.nbytes for placed in bucket.tensors))  # without the gaps between tensors
             for placed in bucket.tensors:
                 place = data[placed.offset : placed.offset + placed.spec.nbytes]
                 yield placed.name, HostTensor(placed.spec, place, self._owned)

@@ -177,7 +177,6 @@ class RelayedPull(PackedDelivery):
             one = self._out.get()  # bounded, since each read is
             if isinstance(one, BaseException):
                 raise one
-            self.came(sum(tensor.spec.nbytes for _, tensor in one.tensors))
             yield from one.tensors
             if one.slot is not None:
                 self._news.put(_Free(one.slot))
