@@ -105,8 +105,6 @@ class SendPlan:
             root=options.root,
             options=options.transport_options,
             nats_url=self.fleet.nats_url,
-            namespace=self.fleet.namespace,
-            component=self.fleet.component,
             credentials=self.fleet.credentials,
             adapter=options.adapter,
             trainer_stays=options.trainer_stays,

@@ -279,10 +279,7 @@ class SenderContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The transport's own options. A sender refuses an option that it doesn't know (`check_options`)."""
     nats_url: str | None = None
-    """The URL of the fleet's NATS, with its namespace and component; None if the trainer has only the frontend's
-    URL."""
-    namespace: str | None = None
-    component: str | None = None
+    """The URL of the fleet's NATS; None if the trainer has only the frontend's URL."""
     credentials: NatsCredentials = NO_CREDENTIALS
     """The files by which the trainer connects to NATS."""
     adapter: str | None = None
