@@ -29,10 +29,11 @@ from typing import Any, Literal
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.protocol.canary import Canary
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.relay import RelayPlan, SourceUse
+from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm, HostTensor, TensorSpec
@@ -104,11 +105,8 @@ class Delivery(ABC):
     A delivery that can write there directly does so: the `data` of the HostTensor is that memory, and its `digest` that
     of the bytes, if the delivery has hashed them on their way. The receiver copies and hashes all others."""
 
-    adapter_config: Mapping[str, Any] | None = None
-    """The PEFT config of an adapter; None for base weights."""
-
     adapter_config_raw: bytes | None = None
-    """The bytes from which `adapter_config` was parsed. The digest of an adapter's version covers them."""
+    """The bytes of an adapter's `adapter_config.json`; None for base weights. The digest of its version covers them."""
 
     refetchable: bool = False
     """True if a worker can fetch the same bytes again later, by the same request, to heal."""
@@ -118,6 +116,20 @@ class Delivery(ABC):
 
     sources: Sequence[SourceUse] = ()
     """The bytes that came from each source, after the last tensor. Empty: the transport does not know."""
+
+    @property
+    def adapter_config(self) -> Mapping[str, Any] | None:
+        """The PEFT config of an adapter; None for base weights. InvalidWeights: it can't be read."""
+        if self.adapter_config_raw is None:
+            return None
+        try:
+            return load_json_object(self.adapter_config_raw)
+        except ValueError as error:
+            raise InvalidWeights(
+                f"the adapter's config can't be read: {str(error)[:200]}",
+                field="transport",
+                fix="publish the weights again",
+            ) from error
 
     @abstractmethod
     def tensors(self, cancelled: Cancelled, /) -> Iterator[tuple[str, HostTensor]]:

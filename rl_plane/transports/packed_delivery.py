@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import InvalidWeights
-from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import Delivery
 from rl_plane.weights.checkpoint import Kind
@@ -42,7 +40,7 @@ class PackedDelivery(Delivery):
         self.tensor_digests: Mapping[str, str] | None = manifest.tensor_digests
         self.digest: str | None = manifest.digest
         self.adapter_config_raw = manifest.adapter_config
-        self.adapter_config: Mapping[str, Any] | None = _config(manifest.adapter_config)
+        _ = self.adapter_config  # an error comes before the first byte
         self.refetchable = refetchable
         self.cancelled: Cancelled = never
         """The argument of `tensors`. A `buckets` that waits for bytes asks it."""
@@ -92,15 +90,6 @@ def check_kind(manifest: Manifest, kind: Kind, field: str = "target.kind") -> No
     if (manifest.adapter_config is None) != (kind == "base"):
         wanted, came = ("base weights", "an adapter") if kind == "base" else ("an adapter", "base weights")
         raise InvalidWeights(f"{came} came, not {wanted}", field=field, fix=f"send {wanted}")
-
-
-def _config(raw: bytes | None) -> Mapping[str, Any] | None:
-    if raw is None:
-        return None
-    try:
-        return load_json_object(raw)
-    except ValueError as error:
-        raise _wrong(f"the adapter's config can't be read: {str(error)[:200]}") from error
 
 
 def _wrong(what: str) -> InvalidWeights:

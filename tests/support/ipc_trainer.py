@@ -82,10 +82,9 @@ def publish(
     everything. `child`: fork one there, which lives on. `corrupt`: state other digests than those of what is
     sent."""
     checkpoint = open_checkpoint(Path(directory), field="directory", kind=kind)  # type: ignore[arg-type]
-    config = checkpoint.config.raw if checkpoint.config is not None else None
     own = _shared(checkpoint) if layout == "tensors" else {}
     sender = IpcSender(lambda: receivers, layout=layout, bounds=Bounds(**bounds))
-    manifest = Manifest(sender.pack(checkpoint.specs.items(), bucket_bytes), adapter_config=config)
+    manifest = Manifest(sender.pack(checkpoint.specs.items(), bucket_bytes), adapter_config=checkpoint.config)
     _say(transport=sender.open(manifest), buckets=len(manifest.buckets))
     digests: dict[str, str] = {}
     lent = sender.lend(own)
