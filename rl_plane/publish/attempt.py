@@ -31,7 +31,7 @@ from rl_plane.publish.ranks.lead import Lead, SharedSender
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource, drain
 from rl_plane.publish.threads import on_thread
-from rl_plane.transports.base import KeepingSender, LendingSender, PushingSender, Sender
+from rl_plane.transports.base import Sender
 from rl_plane.transports.packing import Buffer, fill
 from rl_plane.weights.manifest import Manifest
 
@@ -95,7 +95,7 @@ class Attempt:
         self._sender: Sender | None = None
         self._update: Future[dict[str, Any]] | None = None
         self._prepared = ""
-        """The id of the update for which a PushingSender's receivers listen."""
+        """The id of the update for which receivers listen. Empty: they need not."""
         self._update_id = ""
         """The id under which the fleet has the update in its history."""
         self._body: dict[str, Any] = {}
@@ -165,7 +165,7 @@ class Attempt:
     def _send(self, taken: Taken) -> None:
         publication = self._publication
         sender, manifest = self._open_with_retries(taken)
-        if self._lends and taken.held and isinstance(sender, LendingSender):
+        if self._lends and taken.held:
             held = taken.held
             self._lent = _transport_call(lambda: sender.lend(held))
         if isinstance(sender, SharedSender):
@@ -221,10 +221,11 @@ class Attempt:
 
         def opened() -> dict[str, Any]:
             plan.withdraw_left()  # an update that still waits keeps every other one out
+            plan.close_unsettled()
             return sender.open(manifest)
 
         self._body["transport"] = self._retry_while_locked(opened)
-        if isinstance(sender, PushingSender):
+        if sender.fingerprint is not None:
             self._swap_if_loaded()
             self._prepared = uuid.uuid4().hex
             body = {**self._body, "fingerprint": sender.fingerprint}
@@ -351,17 +352,24 @@ class Attempt:
             reply = self._reply()
             self._keep()
             return reply
-        except BaseException:
+        except BaseException as error:
             if self.committed:
                 self._keep()  # few workers serve the version so far: the others will fetch it
             elif self._prepared:
                 self._plan.withdraw(self._prepared)
+            elif self._sender is not None and self._stays_open(self._sender, error):
+                self._plan.unsettled, self._sender = self._sender, None
             raise
         finally:
             if self._sender is not None:
                 self._close(self._sender)  # it ends the update, if that still runs
             if self._update is not None:
                 self._update.exception()
+
+    def _stays_open(self, sender: Sender, error: BaseException) -> bool:
+        """True if workers may still have to fetch the version after this error, and can."""
+        may_be_committed = isinstance(error, OutcomeUnknown) and sender.receivers_from == "finish"
+        return may_be_committed and not self._lent  # the trainer changes lent tensors next
 
     def _close(self, sender: Sender) -> None:
         """Closes the sender. An error does not change the outcome, so it is only logged."""
@@ -383,7 +391,7 @@ class Attempt:
         """Lets the sender keep the committed version. An error here is no failure of the publication."""
         self._publication.on_give_up(None)
         try:
-            if isinstance(self._sender, KeepingSender) and self._error is None:
+            if self._sender is not None and self._error is None:
                 base = self._fields.get("base")
                 if base is not None:
                     if base != self._fields["digest"]:  # else workers fetch what they fetched before
@@ -452,7 +460,7 @@ class Attempt:
             except BaseException as error:
                 try:
                     self.committed = isinstance(error, (Conflict, Unavailable)) and self._was_committed()
-                    if not self.committed:
+                    if not self.committed and not self._stays_open(sender, error):
                         self._close(sender)
                 finally:
                     update.set_exception(error)

@@ -35,8 +35,6 @@ class BlockingFleet:
         """An asynchronous client must be given in the event loop that runs it. `component` belongs to a URL; None is
         the default component."""
         self.nats_url: str | None = None
-        self.namespace: str | None = None
-        self.component: str | None = None
         self.credentials = credentials
         self.loop: asyncio.AbstractEventLoop | None = None
         self._close: Callable[[], None] | None = None
@@ -81,7 +79,7 @@ class BlockingFleet:
         self._run = run
 
     def _set_address(self, client: WorkerCalls) -> None:
-        self.nats_url, self.namespace, self.component = client.bus.url, client.namespace, client.component
+        self.nats_url = client.bus.url
         self.credentials = client.bus.credentials
 
     def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:

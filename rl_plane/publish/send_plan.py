@@ -34,6 +34,9 @@ class SendPlan:
         """All workers were on this machine when the sender was made."""
         self._replaced: Sender | None = None
         """The sender before. Workers heal from it until a version by the new one is committed."""
+        self.unsettled: Sender | None = None
+        """The sender of a version that may be committed, because no answer has come. Workers can fetch that version
+        until the next one is opened."""
         self._to_withdraw = ""
         """The id of a prepared update that the fleet could not be asked to abort."""
 
@@ -102,8 +105,6 @@ class SendPlan:
             root=options.root,
             options=options.transport_options,
             nats_url=self.fleet.nats_url,
-            namespace=self.fleet.namespace,
-            component=self.fleet.component,
             credentials=self.fleet.credentials,
             adapter=options.adapter,
             trainer_stays=options.trainer_stays,
@@ -151,6 +152,12 @@ class SendPlan:
             log.info("%s: %s", self._to_withdraw, error)
         self._to_withdraw = ""
 
+    def close_unsettled(self) -> None:
+        """Closes the sender of the version before, if that may be committed."""
+        sender, self.unsettled = self.unsettled, None
+        if sender is not None:
+            sender.close()
+
     def committed(self) -> None:
         """Ends the sender before: from here on no worker heals from it."""
         replaced, self._replaced = self._replaced, None
@@ -159,6 +166,7 @@ class SendPlan:
 
     def close(self) -> None:
         """Ends all senders and the connection to the fleet."""
+        self.close_unsettled()
         for sender in (self._sender, self._replaced):
             if sender is not None:
                 sender.destroy()

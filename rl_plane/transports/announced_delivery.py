@@ -14,7 +14,7 @@ from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import Conflict, DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
-from rl_plane.transports.described_tensors import GrowingDelivery
+from rl_plane.transports.base import PartwiseDelivery
 
 LOOK_S = 0.05
 """Seconds between two looks at `cancelled`, in a wait for the next part or for its end."""
@@ -37,7 +37,7 @@ class Coming(Generic[S]):
     taken: threading.Event = field(default_factory=threading.Event)
 
 
-class AnnouncedDelivery(GrowingDelivery, Generic[S]):
+class AnnouncedDelivery(PartwiseDelivery, Generic[S]):
     """Hands each announced part from the thread of `receive_part` to that of `tensors`. A transport says where the
     bytes of a part come from, and reads them."""
 

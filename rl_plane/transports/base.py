@@ -29,16 +29,18 @@ from typing import Any, Literal
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.protocol.canary import Canary
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.relay import RelayPlan, SourceUse
+from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm, HostTensor, TensorSpec
 from rl_plane.transports.packing import Buffer, Tensor
 from rl_plane.weights.checkpoint import Kind, Places
 from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Manifest, PackedBucket, pack
+from rl_plane.weights.read_ahead import host_memory
 from rl_plane.weights.rooted_files import listed
 
 RunOp = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -80,10 +82,6 @@ class TransportContext:
         return cls(**{**wire, **tuples, "weight_roots": roots, "credentials": credentials})
 
 
-def _not_counted(nbytes: int) -> None:
-    """Counts nothing: no receiver has asked for it."""
-
-
 class Delivery(ABC):
     """The tensors of one update, before and while they arrive. Used by one thread, but for `close`."""
 
@@ -107,11 +105,8 @@ class Delivery(ABC):
     A delivery that can write there directly does so: the `data` of the HostTensor is that memory, and its `digest` that
     of the bytes, if the delivery has hashed them on their way. The receiver copies and hashes all others."""
 
-    adapter_config: Mapping[str, Any] | None = None
-    """The PEFT config of an adapter; None for base weights."""
-
     adapter_config_raw: bytes | None = None
-    """The bytes from which `adapter_config` was parsed. The digest of an adapter's version covers them."""
+    """The bytes of an adapter's `adapter_config.json`; None for base weights. The digest of its version covers them."""
 
     refetchable: bool = False
     """True if a worker can fetch the same bytes again later, by the same request, to heal."""
@@ -122,13 +117,19 @@ class Delivery(ABC):
     sources: Sequence[SourceUse] = ()
     """The bytes that came from each source, after the last tensor. Empty: the transport does not know."""
 
-    counts_bytes: bool = False
-    """True if the delivery calls `came` itself. Else the receiver counts each tensor that is yielded."""
-
-    came: Callable[[int], None] = staticmethod(_not_counted)
-    """The delivery calls it with the number of bytes that came since the last call. The receiver sets it before
-    `tensors`. A delivery that gets many tensors at once should call it, because it shows operators the progress of an
-    update."""
+    @property
+    def adapter_config(self) -> Mapping[str, Any] | None:
+        """The PEFT config of an adapter; None for base weights. InvalidWeights: it can't be read."""
+        if self.adapter_config_raw is None:
+            return None
+        try:
+            return load_json_object(self.adapter_config_raw)
+        except ValueError as error:
+            raise InvalidWeights(
+                f"the adapter's config can't be read: {str(error)[:200]}",
+                field="transport",
+                fix="publish the weights again",
+            ) from error
 
     @abstractmethod
     def tensors(self, cancelled: Cancelled, /) -> Iterator[tuple[str, HostTensor]]:
@@ -155,10 +156,18 @@ class Delivery(ABC):
 class PartwiseDelivery(Delivery):
     """A Delivery whose trainer announces its tensors part by part, while `tensors` waits for them.
 
-    `specs` begin as those of the model. Each part's own specs replace them before its bytes arrive.
+    `specs` begin as those of the model. Each part's own specs replace them before its bytes arrive, and after the last
+    tensor `specs` are those of the tensors that have come.
     """
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._specs: dict[str, TensorSpec] = {}
+        self.specs: Mapping[str, TensorSpec] = self._specs
+        self._came: dict[str, TensorSpec] = {}
+        self._wanted: Mapping[str, TensorSpec] = {}
+        self._tied: Mapping[str, str] = {}
+        self._check_specs: CheckSpecs = lambda wanted, offered: None
+
     def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], check: CheckSpecs) -> None:
         """States what a full checkpoint must and may hold. Called once, before anything else.
 
@@ -167,6 +176,8 @@ class PartwiseDelivery(Delivery):
             tied: names that a checkpoint may also hold, each with the wanted tensor to which the model ties it.
             check: compares the specs of a part with the wanted specs.
         """
+        self._specs.update(wanted)
+        self._wanted, self._tied, self._check_specs = wanted, tied, check
 
     @abstractmethod
     def receive_part(self, part: ReceivePart, cancelled: Cancelled) -> int:
@@ -175,6 +186,16 @@ class PartwiseDelivery(Delivery):
         Runs on another thread than `tensors`, and returns when `tensors` has yielded the whole part. An error ends the
         update: `tensors` raises it too.
         """
+
+    def _memory_for(self, name: str, spec: TensorSpec) -> memoryview:
+        """Returns the place of a tensor, or new memory if it has none."""
+        place = None if self.places is None else self.places(name, spec)
+        return place if place is not None and place.nbytes == spec.nbytes else host_memory(spec.nbytes)
+
+    def _leave_out_tied(self) -> None:
+        """Call it after the last tensor. A tensor that has not come is tied to another one, so `specs` lose it."""
+        for name in self._specs.keys() - self._came.keys():
+            del self._specs[name]
 
 
 class WeightTransport(ABC):
@@ -193,6 +214,10 @@ class WeightTransport(ABC):
     def destroy(self) -> None:  # noqa: B027
         """Takes down what `init` has set up. Without `init` it does nothing."""
 
+    def leave(self, name: str) -> None:
+        """Leaves this group only. Without such a group it does nothing. InvalidRequest: the transport has no groups."""
+        raise InvalidRequest(f"{self.backend} has no groups", field="group", fix="leave it out")
+
     @abstractmethod
     def open(self, request: Mapping[str, Any], kind: Kind) -> Delivery:
         """Checks all that can be checked without receiving a tensor, and returns the Delivery.
@@ -207,16 +232,12 @@ class WeightTransport(ABC):
         """
 
 
-class GroupedTransport(WeightTransport):
-    """A WeightTransport that can be in several groups at once, each under a name."""
+class RelayingTransport(WeightTransport):
+    """A WeightTransport by which workers fetch from one another: what a process keeps (see `Receiver.offer`), and an
+    update while it arrives.
 
-    @abstractmethod
-    def leave(self, name: str) -> None:
-        """Leaves this group only. Without such a group it does nothing."""
-
-
-class OfferingTransport(WeightTransport):
-    """A WeightTransport from which other workers may fetch what this process keeps (see `Receiver.offer`)."""
+    Of an update it serves what a delivery has put into its `places`, each tensor once its digest is known to be right.
+    It does so until `end_relay`, also after the delivery is closed. A delivery that fails ends it too."""
 
     @abstractmethod
     def offer(self, tensors: Mapping[str, HostTensor], adapter_config: bytes | None = None) -> Mapping[str, Any]:
@@ -231,13 +252,6 @@ class OfferingTransport(WeightTransport):
     def withdraw(self, transport: Mapping[str, Any]) -> None:
         """Ends one offer, for which `offer` has returned `transport`. When it returns, no other worker reads those
         tensors. After `destroy` it does nothing."""
-
-
-class RelayingTransport(OfferingTransport):
-    """An OfferingTransport whose deliveries come from other workers too, and which serves them in return.
-
-    It serves what a delivery has put into its `places`, each tensor once its digest is known to be right. It does so
-    until `end_relay`, also after the delivery is closed. A delivery that fails ends it too."""
 
     @abstractmethod
     def relay_address(self) -> tuple[str, int]:
@@ -277,10 +291,7 @@ class SenderContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The transport's own options. A sender refuses an option that it doesn't know (`check_options`)."""
     nats_url: str | None = None
-    """The URL of the fleet's NATS, with its namespace and component; None if the trainer has only the frontend's
-    URL."""
-    namespace: str | None = None
-    component: str | None = None
+    """The URL of the fleet's NATS; None if the trainer has only the frontend's URL."""
     credentials: NatsCredentials = NO_CREDENTIALS
     """The files by which the trainer connects to NATS."""
     adapter: str | None = None
@@ -378,6 +389,10 @@ class Sender(ABC):
     device: str = "cpu"
     """The device of the tensors of the next update, in torch's notation. The publisher sets it before `open`."""
 
+    fingerprint: str | None = None
+    """The fingerprint of the fleet for which the sender was opened, if its receivers must listen before it sends. The
+    publisher then prepares the update before the first bucket, and completes it after `finish`."""
+
     def pack(self, specs: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -> tuple[PackedBucket, ...]:
         """Groups tensors into buckets, in the order given. Called before `open`."""
         return pack(specs, bucket_bytes)
@@ -386,11 +401,20 @@ class Sender(ABC):
     def open(self, manifest: Manifest) -> dict[str, Any]:
         """Begins one update. Returns the `transport` object of its request, `backend` included."""
 
+    def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
+        """Offers tensors that are contiguous, and that stay unchanged and in place until the update is closed.
+
+        Called between `open` and the first `buffer`. Returns the numbers of the buckets that receivers read from
+        there, without packing; `buffer` is not called for them. The memory must stay allocated until the next version,
+        or `destroy`. Without this method every bucket is packed.
+        """
+        return ()
+
     @abstractmethod
     def buffer(self, number: int) -> Buffer:
         """The memory into which bucket `number` is packed, as long as the bucket. Blocks until it is free.
 
-        Called for each bucket in order, starting at 0, except for lent ones (see LendingSender).
+        Called for each bucket in order, starting at 0, except for those of `lend`.
         """
 
     @abstractmethod
@@ -412,21 +436,11 @@ class Sender(ABC):
             digests: name to hex digest of each tensor; None if the trainer has made none.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Ends the update and frees what it held, finished or not. Called on every path, perhaps twice. The next
-        `open` may follow."""
-
-    def destroy(self) -> None:  # noqa: B027
-        """Ends what outlives an update, such as a group or registered memory. Called after the last `close`."""
-
-
-class KeepingSender(Sender):
-    """A Sender from which workers may fetch a version after its update, to heal."""
-
-    @abstractmethod
-    def keep(self, adapter: str | None = None, onto_previous: bool = False, earlier: int | None = None) -> None:
-        """Holds the weights that were sent last, until the next `keep` of the same kind.
+    def keep(  # noqa: B027
+        self, adapter: str | None = None, onto_previous: bool = False, earlier: int | None = None
+    ) -> None:
+        """Holds the weights that were sent last, until the next `keep` of the same kind, so that workers may fetch them
+        to heal.
 
         Called after the commit and before `close`. Without it `close` withdraws the weights of this update; the weights
         of an earlier `keep` stay.
@@ -437,17 +451,13 @@ class KeepingSender(Sender):
             earlier: with `onto_previous`, how many of them are needed, the full one first. None: all.
         """
 
-
-class LendingSender(Sender):
-    """A Sender whose receivers can read tensors in the trainer's own memory, without packing."""
-
     @abstractmethod
-    def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
-        """Offers tensors that are contiguous, and that stay unchanged and in place until the update is closed.
+    def close(self) -> None:
+        """Ends the update and frees what it held, finished or not. Called on every path, perhaps twice. The next
+        `open` may follow."""
 
-        Called between `open` and the first `buffer`. Returns the numbers of the buckets that receivers read from
-        there; `buffer` is not called for them. The memory must stay allocated until the next version, or `destroy`.
-        """
+    def destroy(self) -> None:  # noqa: B027
+        """Ends what outlives an update, such as a group or registered memory. Called after the last `close`."""
 
 
 class SharingSender(Sender):
@@ -490,16 +500,6 @@ class SharingSender(Sender):
 
     def seal(self, digests: Mapping[str, str]) -> None:
         """Ends the version when every rank has finished its share. `digests`: those of all tensors."""
-
-
-class PushingSender(Sender):
-    """A Sender that needs its receivers to listen before it sends.
-
-    The publisher prepares the update before the first bucket, and completes it after `finish`.
-    """
-
-    fingerprint: str
-    """The fingerprint of the fleet for which the sender was opened."""
 
 
 def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -19,8 +19,7 @@ class CheckpointDelivery(Delivery):
         self.specs: Mapping[str, TensorSpec] = checkpoint.specs
         self.digest = digest
         self.tensor_digests = tensor_digests
-        self.adapter_config = None if checkpoint.config is None else checkpoint.config.values
-        self.adapter_config_raw = None if checkpoint.config is None else checkpoint.config.raw
+        self.adapter_config_raw = checkpoint.config
         self.refetchable = True
         self.canary = checkpoint.canary
         """The content of `canary.json` beside the checkpoint."""

@@ -1,4 +1,4 @@
-"""The bases of the deliveries whose trainer describes its tensors while the update runs."""
+"""The base of the deliveries whose trainer describes its tensors by the way of their bytes."""
 
 from __future__ import annotations
 
@@ -9,37 +9,10 @@ from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.base import CheckSpecs, PartwiseDelivery
-from rl_plane.weights.read_ahead import host_memory
+from rl_plane.transports.base import PartwiseDelivery
 
 
-class GrowingDelivery(PartwiseDelivery):
-    """A delivery whose `specs` begin as those of the model, and become those of the tensors that have come."""
-
-    def __init__(self) -> None:
-        self._specs: dict[str, TensorSpec] = {}
-        self.specs: Mapping[str, TensorSpec] = self._specs
-        self._came: dict[str, TensorSpec] = {}
-        self._wanted: Mapping[str, TensorSpec] = {}
-        self._tied: Mapping[str, str] = {}
-        self._check_specs: CheckSpecs = lambda wanted, offered: None
-
-    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], check: CheckSpecs) -> None:
-        self._specs.update(wanted)
-        self._wanted, self._tied, self._check_specs = wanted, tied, check
-
-    def _memory_for(self, name: str, spec: TensorSpec) -> memoryview:
-        """Returns the place of a tensor, or new memory if it has none."""
-        place = None if self.places is None else self.places(name, spec)
-        return place if place is not None and place.nbytes == spec.nbytes else host_memory(spec.nbytes)
-
-    def _leave_out_tied(self) -> None:
-        """Call it after the last tensor. A tensor that has not come is tied to another one, so `specs` lose it."""
-        for name in self._specs.keys() - self._came.keys():
-            del self._specs[name]
-
-
-class SelfDescribedDelivery(GrowingDelivery):
+class SelfDescribedDelivery(PartwiseDelivery):
     """A delivery whose trainer sends the descriptions by the way of the tensors. No call of the fleet announces a
     part."""
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import InvalidWeights
-from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import Delivery
 from rl_plane.weights.checkpoint import Kind
@@ -19,8 +17,6 @@ Arrived = memoryview | Sequence[tuple[str, HostTensor]]
 
 class PackedDelivery(Delivery):
     """Unpacks buckets into tensors. A subclass or `buckets` may set `digest` and `tensor_digests` as they arrive."""
-
-    counts_bytes = True
 
     def __init__(
         self,
@@ -44,7 +40,7 @@ class PackedDelivery(Delivery):
         self.tensor_digests: Mapping[str, str] | None = manifest.tensor_digests
         self.digest: str | None = manifest.digest
         self.adapter_config_raw = manifest.adapter_config
-        self.adapter_config: Mapping[str, Any] | None = _config(manifest.adapter_config)
+        _ = self.adapter_config  # an error comes before the first byte
         self.refetchable = refetchable
         self.cancelled: Cancelled = never
         """The argument of `tensors`. A `buckets` that waits for bytes asks it."""
@@ -65,13 +61,10 @@ class PackedDelivery(Delivery):
             if data is None:
                 raise _wrong(f"only {number} of {len(self._manifest.buckets)} buckets came")
             if not isinstance(data, memoryview):
-                for name, tensor in data:
-                    self.came(tensor.data.nbytes)
-                    yield name, tensor
+                yield from data
                 continue
             if data.nbytes != bucket.nbytes:
                 raise _wrong(f"bucket {number} came with {data.nbytes} bytes, not {bucket.nbytes}")
-            self.came(sum(placed.spec.nbytes for placed in bucket.tensors))  # without the gaps between tensors
             for placed in bucket.tensors:
                 place = data[placed.offset : placed.offset + placed.spec.nbytes]
                 yield placed.name, HostTensor(placed.spec, place, self._owned)
@@ -97,15 +90,6 @@ def check_kind(manifest: Manifest, kind: Kind, field: str = "target.kind") -> No
     if (manifest.adapter_config is None) != (kind == "base"):
         wanted, came = ("base weights", "an adapter") if kind == "base" else ("an adapter", "base weights")
         raise InvalidWeights(f"{came} came, not {wanted}", field=field, fix=f"send {wanted}")
-
-
-def _config(raw: bytes | None) -> Mapping[str, Any] | None:
-    if raw is None:
-        return None
-    try:
-        return load_json_object(raw)
-    except ValueError as error:
-        raise _wrong(f"the adapter's config can't be read: {str(error)[:200]}") from error
 
 
 def _wrong(what: str) -> InvalidWeights:

@@ -5,7 +5,7 @@
     def test_my_transport():
         check_transport(lambda: MySender(...), lambda: MyTransport(TransportContext()))
 
-Each check raises AssertionError. A PushingSender is not covered: its receivers need a group first.
+Each check raises AssertionError. A sender with a `fingerprint` is not covered: its receivers need a group first.
 """
 
 from __future__ import annotations

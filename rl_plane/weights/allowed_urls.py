@@ -100,7 +100,7 @@ def split_url(text: str) -> SplitResult:
     if parts.fragment:
         raise ValueError("has a fragment (#)")
     path = parts.path
-    for _ in range(DECODINGS):
+    for _ in range(1 + DECODINGS):
         if any(segment in (".", "..") for segment in path.replace("\\", "/").split("/")):
             raise ValueError("has . or .. in its path")
         path = unquote(path)

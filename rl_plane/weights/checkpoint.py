@@ -19,7 +19,6 @@ import re
 import stat
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -69,14 +68,6 @@ _NO_PICKLES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
-    """The content of `adapter_config.json`."""
-
-    values: Mapping[str, Any]
-    raw: bytes
-
-
 class Folder(Protocol):
     """A place that holds the files of a checkpoint: a directory, or a prefix of URLs."""
 
@@ -101,8 +92,8 @@ class Folder(Protocol):
 class Checkpoint:
     """The open files of a checkpoint or an adapter, with their tensors in the order in which they are best read."""
 
-    def __init__(self, files: list[SafetensorsFile], config: AdapterConfig | None = None) -> None:
-        """`config`: the adapter's config, if this is an adapter."""
+    def __init__(self, files: list[SafetensorsFile], config: bytes | None = None) -> None:
+        """`config`: the bytes of the adapter's `adapter_config.json`, if this is an adapter."""
         self.files = files
         self.config = config
         self.canary: Canary | InvalidRequest | None = None
@@ -196,7 +187,7 @@ class Checkpoint:
     def digest_of(self, tensor_digests: Mapping[str, str]) -> str:
         """The version's digest, from the digests of its tensors."""
         lines = [(name, self.specs[name], value) for name, value in tensor_digests.items()]
-        return tensors_digest(lines, None if self.config is None else self.config.raw)
+        return tensors_digest(lines, self.config)
 
     def check_unchanged(self) -> None:
         """Raises InvalidWeights if a file was written to since it was opened."""
@@ -344,12 +335,11 @@ def _open_directory(
 ) -> tuple[Checkpoint, dict[str, Any] | None]:
     identities: dict[str, Hashable] = {}
     weight_map: dict[str, str] | None = None
-    config: AdapterConfig | None = None
+    config: bytes | None = None
     if kind == "lora":
         if not directory.has(ADAPTER_CONFIG_NAME) or not directory.has(ADAPTER_NAME):
             raise _no_adapter(directory, path)
-        values, raw, identities[ADAPTER_CONFIG_NAME] = directory.read_json(ADAPTER_CONFIG_NAME, MAX_CONFIG_BYTES)
-        config = AdapterConfig(values, raw)
+        _, config, identities[ADAPTER_CONFIG_NAME] = directory.read_json(ADAPTER_CONFIG_NAME, MAX_CONFIG_BYTES)
     else:
         weight_map = _index(directory, path, identities)
     stated: dict[str, Any] | None = None
@@ -488,7 +478,7 @@ def _check_shards(directory: Folder, weight_map: dict[str, str], files: list[Saf
 def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
     sizes = {file.name: file.nbytes for file in checkpoint.files}
     if checkpoint.config is not None:
-        sizes[ADAPTER_CONFIG_NAME] = len(checkpoint.config.raw)
+        sizes[ADAPTER_CONFIG_NAME] = len(checkpoint.config)
     return sizes
 
 

@@ -44,11 +44,8 @@ class StoredTensor:
     offset: int  # of its first byte, from the start of the file
 
 
-def parse_header(
-    raw: bytes, data_bytes: int, *, file: str, field: str
-) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Parses the header `raw` of a file with `data_bytes` after it. Returns the tensors in the order of their bytes,
-    and the metadata."""
+def parse_header(raw: bytes, data_bytes: int, *, file: str, field: str) -> dict[str, StoredTensor]:
+    """Parses the header `raw` of a file with `data_bytes` after it. Returns the tensors in the order of their bytes."""
 
     def refuse(what: str, fix: str = REWRITE) -> InvalidWeights:
         return InvalidWeights(f"{file!r} is not a valid safetensors file: {what}", field=field, file=file, fix=fix)
@@ -104,7 +101,7 @@ def parse_header(
         raise refuse(f"it is truncated: its tensors have {_shown_int(end)} bytes, but it has {data_bytes}")
     if end < data_bytes:
         raise refuse(f"it has {data_bytes - end} trailing bytes that belong to no tensor")
-    return tensors, metadata
+    return tensors
 
 
 def _are_sizes(value: Any) -> bool:
@@ -123,7 +120,6 @@ class SafetensorsFile(ABC):
     """A checked file, open for reading from any thread. A subclass says where its bytes come from."""
 
     tensors: dict[str, StoredTensor]
-    metadata: dict[str, str]
 
     def __init__(self, name: str, nbytes: int, identity: Hashable, field: str) -> None:
         """Reads and checks the header.
@@ -138,9 +134,9 @@ class SafetensorsFile(ABC):
         self.nbytes = nbytes
         self.identity = identity
         self.field = field
-        self.tensors, self.metadata = self._read_header()
+        self.tensors = self._read_header()
 
-    def _read_header(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    def _read_header(self) -> dict[str, StoredTensor]:
         if self.nbytes < _LENGTH.size:
             raise self._refusal(f"is truncated: it has {self.nbytes} bytes, less than a header's length", REWRITE)
         prefix = bytearray(_LENGTH.size)

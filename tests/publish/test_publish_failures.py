@@ -28,6 +28,7 @@ from rl_plane.publish.sources.base import Taken
 from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.transports.base import SenderContext
 from rl_plane.transports.filesystem.sender import FilesystemSender
+from rl_plane.transports.ipc.ipc_session import Bounds
 from rl_plane.transports.ipc.sender import IpcSender
 from tests.conftest import Plane
 from tests.support.delta_updates import tensors_in
@@ -110,7 +111,9 @@ async def test_a_worker_that_died_before_it_connected_is_not_waited_for(
 
     def with_one_more_at_first(name: str, around: SenderContext) -> IpcSender:
         more = iter([1])
-        return IpcSender(lambda: len(around.workers()) + next(more, 0), other_receivers_s=10 * BOUND_S)
+        return IpcSender(
+            lambda: len(around.workers()) + next(more, 0), bounds=Bounds(other_receivers_s=10 * BOUND_S)
+        )
 
     how: dict[str, Any] = {"transport": "ipc", "bucket_bytes": 1500, "workers": 2}
     publisher = publisher_by(with_one_more_at_first, plane.model(1, **shape), await plane.client(), **how)

@@ -13,7 +13,7 @@ from rl_plane.errors import (
     NoWorkers,
 )
 from rl_plane.publish import WeightPublisher
-from rl_plane.transports.base import LendingSender, Sender, SenderContext
+from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.transports.filesystem.sender import FilesystemSender
 from tests.conftest import Plane
 from tests.support.healing import until_behind
@@ -123,7 +123,7 @@ async def test_a_copy_that_is_made_to_be_compared_is_not_lent(
     plane.spawn()
     lent: list[int] = []
 
-    class Lending(FilesystemSender, LendingSender):
+    class Lending(FilesystemSender):
         def lend(self, tensors: Mapping[str, Any]) -> Collection[int]:
             lent.append(len(tensors))
             return ()

@@ -21,7 +21,7 @@ from rl_plane.publish.fleet_access import BlockingFleet
 from rl_plane.publish.publish_options import PublishLimits
 from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.sync import SyncRlClient
-from rl_plane.transports.base import KeepingSender, Sender, SenderContext
+from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.transports.filesystem.sender import FilesystemSender
 from rl_plane.transports.registry import installed
 from tests.conftest import Plane
@@ -105,7 +105,7 @@ async def test_a_keeping_sender_keeps_what_is_committed(plane: Plane, monkeypatc
     plane.spawn()
     events: list[Any] = []
 
-    class Keeping(FilesystemSender, KeepingSender):
+    class Keeping(FilesystemSender):
         def keep(
             self, adapter: str | None = None, onto_previous: bool = False, earlier: int | None = None
         ) -> None:

@@ -42,8 +42,7 @@ class Update:
         self._sender = sender
         self._checkpoint: Checkpoint = open_checkpoint(Path(directory), kind=_kind(directory))
         tensors = self._checkpoint.specs.items()
-        config = self._checkpoint.config
-        self.manifest = Manifest(pack(tensors, bucket_bytes), None if config is None else config.raw)
+        self.manifest = Manifest(pack(tensors, bucket_bytes), self._checkpoint.config)
         if stated:
             digests: dict[str, str] = {}
             buffers = [bytearray(bucket.nbytes) for bucket in self.manifest.buckets]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import PlaneError
+from rl_plane.transports.ipc.ipc_session import Bounds
 from rl_plane.transports.ipc.sender import IpcSender, Layout
 from rl_plane.transports.packing import Buffer, fill
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
@@ -81,10 +82,9 @@ def publish(
     everything. `child`: fork one there, which lives on. `corrupt`: state other digests than those of what is
     sent."""
     checkpoint = open_checkpoint(Path(directory), field="directory", kind=kind)  # type: ignore[arg-type]
-    config = checkpoint.config.raw if checkpoint.config is not None else None
     own = _shared(checkpoint) if layout == "tensors" else {}
-    sender = IpcSender(lambda: receivers, layout=layout, **bounds)
-    manifest = Manifest(sender.pack(checkpoint.specs.items(), bucket_bytes), adapter_config=config)
+    sender = IpcSender(lambda: receivers, layout=layout, bounds=Bounds(**bounds))
+    manifest = Manifest(sender.pack(checkpoint.specs.items(), bucket_bytes), adapter_config=checkpoint.config)
     _say(transport=sender.open(manifest), buckets=len(manifest.buckets))
     digests: dict[str, str] = {}
     lent = sender.lend(own)

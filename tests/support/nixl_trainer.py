@@ -95,8 +95,7 @@ class Trainer:
 def offer(sender: NixlSender, directory: Path, kind: Literal["base", "lora"], bucket_bytes: int) -> dict[str, Any]:
     checkpoint = open_checkpoint(directory, field="directory", kind=kind)
     try:
-        config = checkpoint.config.raw if checkpoint.config is not None else None
-        manifest = Manifest(pack(checkpoint.specs.items(), bucket_bytes), adapter_config=config)
+        manifest = Manifest(pack(checkpoint.specs.items(), bucket_bytes), adapter_config=checkpoint.config)
         transport, digests = sender.open(manifest), dict[str, str]()
         for number in fill(manifest, checkpoint.tensors(), sender.buffer, digests):
             sender.send(number)

@@ -94,8 +94,7 @@ class Trainer:
 
     def _open(self, kind: Kind, directory: Path) -> dict[str, Any]:
         checkpoint = open_checkpoint(directory, kind=kind)
-        config = None if checkpoint.config is None else checkpoint.config.raw
-        self._manifest = Manifest(pack(checkpoint.specs.items(), self._bucket_bytes), config)
+        self._manifest = Manifest(pack(checkpoint.specs.items(), self._bucket_bytes), checkpoint.config)
         self._digests = {}
         transport = self._sender.open(self._manifest)
         self._packed = fill(self._manifest, checkpoint.tensors(), self._sender.buffer, self._digests)

@@ -18,7 +18,7 @@ from rl_plane.publish import WeightPublisher, delta_attempt
 from rl_plane.publish.send_plan import SenderFactory, SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.publish.sources.directory import DirectorySource
-from rl_plane.transports.base import LendingSender, Sender, SenderContext
+from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.transports.filesystem.sender import FilesystemSender
 from rl_plane.weights.manifest import Manifest
 from rl_plane.weights.safetensors_file import write_safetensors
@@ -214,7 +214,7 @@ class Streaming(Sender):
         self.events.append("destroyed")
 
 
-class Lending(Streaming, LendingSender):
+class Lending(Streaming):
     """A sender that fails as `Streaming` does, when tensors are lent to it."""
 
     def lend(self, tensors: Mapping[str, Any]) -> set[int]:

@@ -14,7 +14,7 @@ from rl_plane.errors import PlaneError
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.publish import WeightPublisher
 from rl_plane.publish.publish_options import PublishLimits
-from rl_plane.transports.base import KeepingSender, PushingSender, Sender, SenderContext
+from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.weights.manifest import Manifest
 
 WORKER = {"instance_id": "a" * 16, "status": "ok", "host": "h", "transports": ["filesystem"], "world_size": 1}
@@ -92,7 +92,7 @@ def scripted() -> Iterator[ScriptedFacade]:
     facade.close()
 
 
-class NotedSender(KeepingSender):
+class NotedSender(Sender):
     """Takes buckets, and notes `open`, `keep` and `close`."""
 
     backend = "filesystem"
@@ -126,7 +126,7 @@ class NotedSender(KeepingSender):
         pass
 
 
-class NotedPushingSender(NotedSender, PushingSender):
+class NotedPushingSender(NotedSender):
     """A NotedSender whose receivers listen first."""
 
     fingerprint = "f" * 16

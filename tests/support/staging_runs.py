@@ -39,7 +39,6 @@ class Memory(Delivery):
         }
         self.tensor_digests: Mapping[str, str] | None = None
         self.digest: str | None = None
-        self.adapter_config: Mapping[str, Any] | None = None
         self.adapter_config_raw: bytes | None = None
         self.refetchable = False
         self.sent = [(name, HostTensor(self.specs[name], memoryview(data))) for name, data in tensors.items()]

@@ -29,6 +29,7 @@ from rl_plane.errors import (
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import Sender, SenderContext, TransportContext
 from rl_plane.transports.ipc import ipc_session, wire
+from rl_plane.transports.ipc.ipc_session import Bounds
 from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.transports.ipc.sender import IpcSender, build
 from rl_plane.transports.packing import fill
@@ -97,7 +98,7 @@ def publish(sender: Sender, named: dict[str, HostTensor]) -> str | None:
 
 @contextmanager
 def sender_of(receivers: int, **bounds: Any) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
-    sender = IpcSender(lambda: receivers, **bounds)
+    sender = IpcSender(lambda: receivers, bounds=Bounds(**bounds))
     try:
         yield sender, sender.open(MANIFEST)
     finally:

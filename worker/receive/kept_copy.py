@@ -7,8 +7,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, NotAtBase
 from rl_plane.protocol.record import Encoding
@@ -24,6 +22,7 @@ from rl_plane.protocol.versions import (
 )
 from rl_plane.transports.base import Delivery
 from rl_plane.weights import delta_codec
+from rl_plane.weights.hashed_copy import copy
 from rl_plane.weights.manifest import are_digests
 from rl_plane.weights.read_ahead import host_memory
 from worker.receive.received_bytes import ReceivedBytes
@@ -54,13 +53,12 @@ class Replacement:
     digest: str
 
     def apply(self, buffer: memoryview) -> None:
-        one, other = np.frombuffer(buffer, np.uint8), np.frombuffer(self.tensor.data, np.uint8)
-        between = np.empty(min(EXCHANGE_BYTES, len(one)), np.uint8)
-        for start in range(0, len(one), EXCHANGE_BYTES):
-            part, its = one[start : start + EXCHANGE_BYTES], other[start : start + EXCHANGE_BYTES]
-            between[: len(part)] = part
-            part[:] = its
-            its[:] = between[: len(part)]
+        between = memoryview(bytearray(min(EXCHANGE_BYTES, len(buffer))))
+        for start in range(0, len(buffer), EXCHANGE_BYTES):
+            part, its = (data[start : start + EXCHANGE_BYTES] for data in (buffer, self.tensor.data))
+            copy(between[: len(part)], part)
+            copy(part, its)
+            copy(its, between[: len(part)])
 
 
 @dataclass(frozen=True, slots=True)

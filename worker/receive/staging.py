@@ -239,12 +239,8 @@ class DigestingStream:
         if stated and algorithm_of(next(iter(stated.values()))) != algorithm:
             stated = None  # the expected digest, which is of another algorithm, covers every byte
         self._delivery.algorithm, self._delivery.places = algorithm, self._places
-        came = self._progress.came
-        if counts_bytes := self._delivery.counts_bytes:
-            self._delivery.came = came
         for name, tensor in self._delivery.tensors(self._cancelled):
-            if not counts_bytes:
-                came(tensor.data.nbytes)
+            self._progress.came(tensor.data.nbytes)
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
             self._check(name, tensor, specs)

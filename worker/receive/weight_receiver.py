@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -26,8 +26,6 @@ from rl_plane.protocol.update_requests import (
 from rl_plane.protocol.versions import TensorSpec, algorithm_of
 from rl_plane.transports.base import (
     Delivery,
-    GroupedTransport,
-    OfferingTransport,
     PartwiseDelivery,
     RelayingTransport,
     TransportContext,
@@ -146,8 +144,8 @@ class Receiver(ReceivesWeights):
     @kept.setter
     def kept(self, kept: KeptCopy | None) -> None:
         with self._offering:
-            if self._place is not None and kept is not self._kept:
-                self._withdraw(self._place["transport"])
+            if self._relaying is not None and self._place is not None and kept is not self._kept:
+                self._relaying.withdraw(self._place["transport"])
                 self._place = None
             self._kept = kept
 
@@ -157,8 +155,7 @@ class Receiver(ReceivesWeights):
         offered it, because the engine may not have loaded that adapter yet.
 
         An offer ends when the copy does."""
-        transport = self._offers()
-        if transport is None:
+        if (transport := self._relaying) is None:
             return []
         self._drop_adapters(adapters)  # before an offer, which may fail each time
         with self._offering:
@@ -184,18 +181,14 @@ class Receiver(ReceivesWeights):
                     elif not is_last and digest not in loaded:
                         ended.append(self._adapters.pop(digest))
         for copy in ended:  # without the lock, for which a swap may wait: a peer may need a second to leave
-            if copy.place is not None:
-                self._withdraw(copy.place)
+            if self._relaying is not None and copy.place is not None:
+                self._relaying.withdraw(copy.place)
             copy.area.close()
 
-    def _offers(self) -> OfferingTransport | None:
-        """The transport by which other workers fetch what this process keeps. None: there is none."""
-        return next((one for one in self.transports.values() if isinstance(one, OfferingTransport)), None)
-
-    def _withdraw(self, place: Mapping[str, Any]) -> None:
-        transport = self._offers()
-        if transport is not None:
-            transport.withdraw(place)
+    @property
+    def _relaying(self) -> RelayingTransport | None:
+        """The transport by which other workers fetch from this process. None: there is none."""
+        return next((one for one in self.transports.values() if isinstance(one, RelayingTransport)), None)
 
     def _keep_adapter(
         self, staging: str, digest: str, request: ReceiveRequest, delivery: Delivery, area: StagingArea
@@ -205,7 +198,7 @@ class Receiver(ReceivesWeights):
         assert request.transport is not None, "an unload receives nothing"
         config = delivery.adapter_config_raw
         ends = not delivery.refetchable or request.transport.traits.relayed
-        if ends and config is not None and not self._host_number and self._offers() is not None:
+        if ends and config is not None and not self._host_number and self._relaying is not None:
             self._adapters_to_keep[staging] = digest, KeptAdapter(config, area)
 
     def _is_kept(self, area: StagingArea) -> bool:
@@ -581,16 +574,12 @@ class Receiver(ReceivesWeights):
         return by.open(request, kind)
 
     def relay_addresses(self) -> list[tuple[str, int]]:
-        relaying = next(self._relaying(), None)
-        return [] if relaying is None else [relaying.relay_address()]
-
-    def _relaying(self) -> Iterator[RelayingTransport]:
-        return (one for one in self.transports.values() if isinstance(one, RelayingTransport))
+        return [] if self._relaying is None else [self._relaying.relay_address()]
 
     def _end_relays(self) -> None:
         """Ends what is served to peers. When this returns, none of them reads a staging area."""
-        for transport in self._relaying():
-            transport.end_relay()
+        if self._relaying is not None:
+            self._relaying.end_relay()
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         self.transports[config["backend"]].init(config)
@@ -600,10 +589,8 @@ class Receiver(ReceivesWeights):
         transport = self.transports[backend]
         if group is None:
             transport.destroy()
-        elif isinstance(transport, GroupedTransport):
-            transport.leave(group)
         else:
-            raise InvalidRequest(f"{backend} has no groups", field="group", fix="leave it out")
+            transport.leave(group)
         return [{"rank": 0}]
 
 

@@ -64,7 +64,7 @@ def read_tensors(payloads: Sequence[str | LongText]) -> Tensors:
             fix=ANOTHER_WAY,
         )
     start = _LENGTH.size + length
-    placed, _ = parse_header(bytes(data[_LENGTH.size : start]), data.nbytes - start, file=FIELD, field=FIELD)
+    placed = parse_header(bytes(data[_LENGTH.size : start]), data.nbytes - start, file=FIELD, field=FIELD)
     return {
         name: HostTensor(one.spec, data[one.offset : one.offset + one.spec.nbytes]) for name, one in placed.items()
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rl_plane.errors import PlaneError, Unavailable, error_from_wire
+from rl_plane.errors import OutcomeUnknown, PlaneError, Unavailable, error_from_wire
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.publish_options import PublishOptions
@@ -17,7 +17,7 @@ from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
 from rl_plane.publish.ranks.ownership import own_specs, owners_of
 from rl_plane.publish.send_plan import SenderFactory
 from rl_plane.publish.sources.base import Taken, drain
-from rl_plane.transports.base import KeepingSender, SenderContext, SharingSender
+from rl_plane.transports.base import SenderContext, SharingSender
 from rl_plane.transports.packing import Tensor, fill
 from rl_plane.weights.manifest import Manifest
 
@@ -181,7 +181,7 @@ class Following:
                 self._obey(until="end")
         except BaseException as error:
             self._fail(error)
-        if self._error is not None:
+        if self._error is not None and not isinstance(self._error, OutcomeUnknown):  # rank 0 closes it later
             self._close_sender()
         self._publication.end({} if self._error is None else None, self._error)
 
@@ -324,5 +324,5 @@ class Following:
             self._sender.finish(self._digests)
 
     def _on_keep(self, body: Mapping[str, Any]) -> None:
-        if self._manifest is not None and isinstance(self._sender, KeepingSender):
+        if self._manifest is not None and self._sender is not None:
             self._sender.keep(None, body["onto_previous"], body["earlier"])

@@ -16,7 +16,7 @@ from rl_plane.publish.ranks.link import BEGIN, BEGUN, LeadLink, wire_of
 from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
 from rl_plane.publish.ranks.ownership import own_specs, owners_of, shares_of
 from rl_plane.publish.sources.base import Taken
-from rl_plane.transports.base import KeepingSender, PushingSender, Sender, SharingSender
+from rl_plane.transports.base import Sender, SharingSender
 from rl_plane.transports.packing import Buffer, Tensor
 from rl_plane.weights.manifest import Manifest, PackedBucket
 
@@ -145,8 +145,7 @@ class Lead:
         self._used = number
         self.tell_all("sender", {"backend": sender.backend, "number": number, "workers": rows})
         self.replies("sender")
-        kind = PushingSharedSender if isinstance(sender, PushingSender) else SharedSender
-        return kind(sender, self, self._owners_of(taken))
+        return SharedSender(sender, self, self._owners_of(taken))
 
     def _owners_of(self, taken: Taken) -> Mapping[str, int]:
         return owners_of(taken.specs, taken.shared, self.link.ranks)
@@ -262,7 +261,7 @@ def _outcome(error: BaseException | None, sender: int | None, committed: bool, k
     }
 
 
-class SharedSender(KeepingSender):
+class SharedSender(Sender):
     """Opens, finishes, keeps and closes a version on all ranks. `buffer` and `send` are for rank 0's own share."""
 
     def __init__(self, inner: SharingSender, others: Lead, owners: Mapping[str, int]) -> None:
@@ -296,6 +295,7 @@ class SharedSender(KeepingSender):
         shares = {rank: {"manifest": self._manifests[rank].to_wire(), "plan": plan} for rank in ranks}
         parts = self._on_each("open", lambda: inner.open_share(0, own, plan), shares)
         self._others.owners = self._owners
+        self.fingerprint = inner.fingerprint
         return inner.joined(parts)
 
     def _on_each(
@@ -328,8 +328,6 @@ class SharedSender(KeepingSender):
         self._inner.seal(digests)
 
     def keep(self, adapter: str | None = None, onto_previous: bool = False, earlier: int | None = None) -> None:
-        if not isinstance(self._inner, KeepingSender):
-            return
         self._others.tell_all("keep", {"onto_previous": onto_previous, "earlier": earlier})
         self._inner.keep(adapter, onto_previous, earlier)
         self._others.replies("keep")
@@ -340,13 +338,3 @@ class SharedSender(KeepingSender):
             self._others.owners = None
             self._others.tell_all("close")
         self._inner.close()
-
-
-class PushingSharedSender(SharedSender, PushingSender):
-    """A SharedSender whose receivers listen before anything is sent."""
-
-    @property
-    def fingerprint(self) -> str:  # type: ignore[override]
-        """The fingerprint of the fleet for which rank 0's own sender was opened."""
-        assert isinstance(self._inner, PushingSender)
-        return self._inner.fingerprint

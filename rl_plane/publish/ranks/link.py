@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from rl_plane._util.accepting import Acceptor, hang_up
 from rl_plane._util.forks import not_for_children
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane._util.listening import listen_at
@@ -39,7 +40,7 @@ HELLO_S = 10.0
 MAX_HELLO_BYTES = 1024
 """A hello has about 90 bytes."""
 STRANGERS = 64
-"""The most connections without a proof beyond the trainer's ranks, which may all come at once. The oldest is closed."""
+"""The most connections without a proof beyond the trainer's ranks, which may all come at once."""
 SECRET_BYTES = 16
 BEGIN = 0
 """The call of the first message of a version, by which a rank begins it without a command."""
@@ -105,8 +106,7 @@ class Line:
 
     def end(self) -> None:
         self.gone = True
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        hang_up(self._connection)
 
     def failure(self, silent_s: float) -> PlaneError | None:
         """The error of a rank that has died, or whose process hangs."""
@@ -153,36 +153,18 @@ class LeadLink:
         self.step = 0
         """The step that this rank has come to."""
         self.secret = secrets.token_hex(SECRET_BYTES)
-        self._listener = listen_at(host)
-        not_for_children.add(self._listener)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        listener = listen_at(host)
+        not_for_children.add(listener)
+        self.address: tuple[str, int] = listener.getsockname()[:2]
         self._hello_s = hello_s
-        self._most_strangers = ranks + strangers
-        self._strangers: dict[socket.socket, None] = {}
-        """The connections that have not proved their rank yet, the oldest first."""
         self._lines: dict[int, Line] = {}
         self._unheard: dict[int, dict[str, Any]] = {}
         """The last command for each rank that has not connected yet."""
         self._messages: dict[int, deque[dict[str, Any]]] = {rank: deque() for rank in range(1, ranks)}
         self._changed = threading.Condition()
         self._beats = _Beats(lambda: list(self._lines.values()), lambda: self.step)
-        threading.Thread(target=self._accept, name="rl-plane-ranks", daemon=True).start()
-
-    def _accept(self) -> None:
-        """Accepts connections until `_stop_listening`. Each has a thread of its own until it has proved its rank, so
-        that silent strangers delay no rank."""
-        with self._listener, contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                with self._changed:
-                    self._strangers[connection] = None
-                    if len(self._strangers) > self._most_strangers:
-                        oldest = next(iter(self._strangers))
-                        del self._strangers[oldest]
-                        _hang_up(oldest)
-                threading.Thread(
-                    target=self._greet, args=(connection,), name="rl-plane-ranks", daemon=True
-                ).start()
+        self._acceptor = Acceptor(listener, self._greet, "rl-plane-ranks", ranks + strangers)
+        self._acceptor.start()
 
     def _greet(self, connection: socket.socket) -> None:
         """Takes a connection as a rank's, or closes it."""
@@ -191,19 +173,17 @@ class LeadLink:
         except (OSError, EOFError, ValueError):
             rank = None
         with self._changed:
-            if connection not in self._strangers or rank is None or rank in self._lines:
-                self._strangers.pop(connection, None)
+            if not self._acceptor.take(connection) or rank is None or rank in self._lines:
                 connection.close()
                 return
-            del self._strangers[connection]
             line = self._lines[rank] = Line(connection, f"rank {rank}", self._heard_from(rank))
             unheard = self._unheard.pop(rank, None)
             whole = len(self._lines) == self.ranks - 1
             self._changed.notify_all()
+        if whole:
+            self._acceptor.close()
         if unheard is not None:
             line.send(unheard)
-        if whole:
-            self._stop_listening()
 
     def _proved(self, hello: dict[str, Any]) -> int | None:
         """The rank of a hello. None: the hello does not prove that it is a rank of this trainer."""
@@ -212,14 +192,6 @@ class LeadLink:
             return None
         proof = str(hello.get("proof")).encode()
         return rank if hmac.compare_digest(proof, proof_of(self.secret, rank).encode()) else None
-
-    def _stop_listening(self) -> None:
-        _hang_up(self._listener)
-        self._listener.close()
-        with self._changed:
-            for stranger in self._strangers:
-                _hang_up(stranger)  # its thread closes it
-            self._strangers.clear()
 
     def _heard_from(self, rank: int) -> Callable[[Line, dict[str, Any]], None]:
         def heard(line: Line, message: dict[str, Any]) -> None:
@@ -324,8 +296,10 @@ class LeadLink:
 
     def close(self) -> None:
         self._beats.stop()
-        self._stop_listening()
-        for line in list(self._lines.values()):
+        self._acceptor.close()
+        with self._changed:
+            lines = list(self._lines.values())
+        for line in lines:
             line.end()
 
 
@@ -416,11 +390,6 @@ class FollowingRankLink:
     def close(self) -> None:
         self._beats.stop()
         self._line.end()
-
-
-def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def proof_of(secret: str, rank: object) -> str:

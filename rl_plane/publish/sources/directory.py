@@ -19,5 +19,4 @@ class DirectorySource:
 
     def take(self) -> Taken:
         checkpoint = open_checkpoint(self._path, field="path", kind="lora" if self.adapter else "base")
-        config = checkpoint.config.raw if checkpoint.config is not None else None
-        return Taken(list(checkpoint.specs.items()), checkpoint.tensors(), config, checkpoint.close)
+        return Taken(list(checkpoint.specs.items()), checkpoint.tensors(), checkpoint.config, checkpoint.close)

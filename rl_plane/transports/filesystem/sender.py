@@ -152,7 +152,7 @@ class FilesystemSender(SharingSender):
         """Removes this publisher's versions but for the newest `keep` - 1, since one more is about to come."""
         found = [match for name in os.listdir(self._root) if (match := _NAME.fullmatch(name))]
         ours = sorted(match[0] for match in found if match[2] == self._mark)
-        old = ours[: len(ours) - (self._keep - 1)]
+        old = ours[: max(0, len(ours) - (self._keep - 1))]
         if not old:
             return
         sources = self._sources()

@@ -32,7 +32,7 @@ from rl_plane.protocol.hashers import hex_digest
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.trainer_groups import JOIN_TORCH_S, PRIME_RL_FORMAT
 from rl_plane.protocol.versions import DIGEST_PATTERN
-from rl_plane.transports.base import GroupedTransport, TransportContext, check_fields
+from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
 from rl_plane.transports.group.described_delivery import DescribedDelivery
 from rl_plane.transports.group.peer_liveness import check_reach
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
@@ -61,7 +61,7 @@ OwnGroupDelivery = GroupPartwiseDelivery | DescribedDelivery
 """The deliveries by groups that a trainer has formed itself."""
 
 
-class GroupTransport(GroupedTransport):
+class GroupTransport(WeightTransport):
     """The transport of one worker. Holds one trainer's groups of the form `plane`, and the groups that a trainer has
     formed itself."""
 

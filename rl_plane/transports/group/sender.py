@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, Unavailable
 from rl_plane.protocol.hashers import hex_digest
 from rl_plane.protocol.versions import HostTensor
-from rl_plane.transports.base import LendingSender, PushingSender, SenderContext, SharingSender
+from rl_plane.transports.base import Sender, SenderContext, SharingSender
 from rl_plane.transports.group.peer_liveness import PeerLiveness
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, RECEIVE_TIMEOUT_S, Place
 from rl_plane.transports.group.store_listener import StoreListener
@@ -92,7 +92,7 @@ class Joining:
                 one.drop("some rank did not join")
 
 
-class GroupSender(PushingSender, LendingSender):
+class GroupSender(Sender):
     """Sends by a group that `form` has formed. The store by which a group forms lives until `destroy`, and takes new
     connections only while a group forms."""
 

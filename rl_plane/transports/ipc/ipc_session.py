@@ -57,6 +57,24 @@ NO_TURN = -1
 """The key of the buffers' shares."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The times in seconds that the receivers of an update have."""
+
+    first_receiver_s: float = 300.0
+    """The time for the first receiver to come. The update may wait for the fleet's lock, and for an earlier update."""
+    other_receivers_s: float = 30.0
+    """The time for all others after the first. A receiver may have to end an earlier reception."""
+    silent_receiver_s: float = 60.0
+    """The time to take one bucket. Before the first bucket an engine that is overwritten may finish its requests."""
+    give_up_s: float = 3.0
+    """The time to close the GPU's memory, which must happen before it is freed. Receivers do so at once, unless they
+    hang."""
+
+
+BOUNDS = Bounds()
+
+
 @dataclass(slots=True)
 class _ConnectedReceiver:
     """One connected receiver."""
@@ -93,17 +111,8 @@ def closed() -> Unavailable:
 class IpcUpdate:
     """The connections of one update. A thread accepts them, reads their answers, and notices their end."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        alive: Callable[[], int],
-        first_receiver_s: float,
-        other_receivers_s: float,
-        silent_receiver_s: float,
-        give_up_s: float,
-        cuda: TorchCuda,
-    ) -> None:
-        """`alive`: returns how many receivers there are. The times are in seconds, as in IpcSender."""
+    def __init__(self, manifest: Manifest, alive: Callable[[], int], bounds: Bounds, cuda: TorchCuda) -> None:
+        """`alive`: returns how many receivers there are."""
         self.name = f"rl-plane-ipc-{secrets.token_hex(16)}"
         self.secret = secrets.token_hex(16)
         """The secret that a receiver must send first. The name of the socket is no secret: /proc/net/unix has it."""
@@ -118,11 +127,9 @@ class IpcUpdate:
             raise InvalidRequest(
                 "there is no receiver for this update", field="receivers", fix="start workers first"
             )
-        self._other_receivers_s = other_receivers_s
-        self._silent_receiver_s = silent_receiver_s
-        self._give_up_s = give_up_s
+        self._bounds = bounds
         self._cuda = cuda
-        self._come_until = time.monotonic() + first_receiver_s
+        self._come_until = time.monotonic() + bounds.first_receiver_s
         self._come = 0
         self._begun_without = False
         """The first bucket is overwritten, so a receiver that comes now is too late."""
@@ -321,7 +328,7 @@ class IpcUpdate:
             return
         self._come += 1
         if self._come == 1:
-            self._come_until = time.monotonic() + self._other_receivers_s
+            self._come_until = time.monotonic() + self._bounds.other_receivers_s
         self._receivers[connection] = receiver
         self._selector.register(connection, selectors.EVENT_READ)
         self._send_turns(receiver)
@@ -395,10 +402,10 @@ class IpcUpdate:
         self._send_turns(receiver)
 
     def _drop_silent(self) -> None:
-        limit = time.monotonic() - self._silent_receiver_s
+        limit = time.monotonic() - self._bounds.silent_receiver_s
         for receiver in list(self._receivers.values()):
             if (receiver.taken < receiver.sent or not receiver.named) and receiver.since < limit:
-                self._drop(receiver, f"it was silent for {self._silent_receiver_s:g} s")
+                self._drop(receiver, f"it was silent for {self._bounds.silent_receiver_s:g} s")
 
     def _refuse(self, receiver: _ConnectedReceiver, error: Exception) -> None:
         """Drops a receiver, and sends it the reason."""
@@ -452,7 +459,7 @@ class IpcUpdate:
 
     def _await_closed_memory(self) -> None:
         """Ends the receivers' waits, and waits until they have closed the GPU's memory."""
-        give_up = time.monotonic() + self._give_up_s
+        give_up = time.monotonic() + self._bounds.give_up_s
         for receiver in self._receivers.values():
             with contextlib.suppress(OSError):
                 receiver.connection.shutdown(socket.SHUT_WR)

@@ -16,11 +16,11 @@ from typing import Any, Literal, get_args
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.base import LendingSender, SenderContext, receivers
+from rl_plane.transports.base import Sender, SenderContext, receivers
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers
 from rl_plane.transports.ipc.host_buffers import HostBuffers
 from rl_plane.transports.ipc.in_place import LentTensors, pack_modules
-from rl_plane.transports.ipc.ipc_session import IpcUpdate, closed
+from rl_plane.transports.ipc.ipc_session import BOUNDS, Bounds, IpcUpdate, closed
 from rl_plane.transports.ipc.torch_cuda import TORCH_CUDA, TorchCuda
 from rl_plane.transports.ipc.wire import BACKEND, buffer_bytes, check_platform
 from rl_plane.transports.packing import Buffer, Tensor
@@ -28,24 +28,10 @@ from rl_plane.weights.manifest import Manifest, PackedBucket, pack
 
 log = logging.getLogger("rl_plane.transports.ipc.sender")
 
-FIRST_RECEIVER_S = 300.0
-"""The time for the first receiver in seconds: the update may wait for the fleet's lock, and for an earlier update."""
-
-OTHER_RECEIVERS_S = 30.0
-"""The time for all others after the first, in seconds. A receiver may have to end an earlier reception."""
-
-SILENT_RECEIVER_S = 60.0
-"""The time for a receiver to take one bucket, in seconds. Before the first bucket an engine that is overwritten may
-finish its requests."""
-
-GIVE_UP_S = 3.0
-"""The time in seconds for receivers to close the GPU's memory, which must happen before it is freed. They do so at
-once, unless they hang."""
-
 Layout = Literal["packed", "tensors"]
 
 
-class IpcSender(LendingSender):
+class IpcSender(Sender):
     """Sends to receivers on this machine. Buffers in host memory stay for the next update, those on a GPU do not."""
 
     backend = BACKEND
@@ -58,10 +44,7 @@ class IpcSender(LendingSender):
         *,
         layout: Layout = "packed",
         on_gpus: Callable[[], bool] = lambda: False,
-        first_receiver_s: float = FIRST_RECEIVER_S,
-        other_receivers_s: float = OTHER_RECEIVERS_S,
-        silent_receiver_s: float = SILENT_RECEIVER_S,
-        give_up_s: float = GIVE_UP_S,
+        bounds: Bounds = BOUNDS,
         cuda: TorchCuda = TORCH_CUDA,
     ) -> None:
         """Makes the sender.
@@ -72,10 +55,7 @@ class IpcSender(LendingSender):
             layout: `packed`, or `tensors`: lent tensors are not packed. Receivers are then answered from the first call
                 of `lend`, `buffer`, `send` or `finish` on.
             on_gpus: returns whether all receivers have GPUs.
-            first_receiver_s: the time for the first receiver.
-            other_receivers_s: the time for all others after the first.
-            silent_receiver_s: the time for a receiver to take one bucket.
-            give_up_s: the time for receivers to close the GPU's memory when the update ends.
+            bounds: the times that receivers have.
             cuda: makes torch's CUDA calls.
         """
         check_platform()
@@ -86,10 +66,7 @@ class IpcSender(LendingSender):
         self._receivers = receivers
         self._layout = layout
         self._on_gpus = on_gpus
-        self._first_receiver_s = first_receiver_s
-        self._other_receivers_s = other_receivers_s
-        self._silent_receiver_s = silent_receiver_s
-        self._give_up_s = give_up_s
+        self._bounds = bounds
         self._cuda = cuda
         self._buffers = HostBuffers()
         self._warned_of_host = self._warned_of_packing = False
@@ -108,15 +85,7 @@ class IpcSender(LendingSender):
         if self._at is None and self.device.startswith("cuda") and not self._warned_of_host:
             self._warned_of_host = True
             log.warning("the weights on %s go by host memory, because not every engine is on a GPU", self.device)
-        self._update = IpcUpdate(
-            manifest,
-            self._receivers,
-            self._first_receiver_s,
-            self._other_receivers_s,
-            self._silent_receiver_s,
-            self._give_up_s,
-            self._cuda,
-        )
+        self._update = IpcUpdate(manifest, self._receivers, self._bounds, self._cuda)
         if self._layout == "packed":
             self._begun()
         return {"backend": BACKEND, "socket": self._update.name, "secret": self._update.secret}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+from rl_plane._util.accepting import Acceptor, hang_up
 from rl_plane._util.forks import not_for_children
 from rl_plane._util.framing import frame_of, read_frame, send_frame
 from rl_plane._util.listening import listen_at
@@ -23,14 +23,8 @@ from rl_plane.transports.nixl.tcp_reads import ReadableMemory, Region, serve_rea
 from rl_plane.transports.nixl.wire import BACKEND, NOT_YET, PROTOCOL, reach
 from rl_plane.weights.manifest import Manifest
 
-log = logging.getLogger("rl_plane.transports.nixl.sender")
-
 REQUEST_S = 10.0
 """The time for a receiver's whole request in seconds. It sends the request as soon as it has connected."""
-
-STRANGERS = 64
-"""The most connections that have not asked yet. Each has a thread, and may be silent for REQUEST_S. Beyond them the
-server closes the oldest."""
 
 ANSWER_S = 60.0
 """The time for a receiver to take the answer in seconds: a manifest of megabytes, over a slow network."""
@@ -39,9 +33,6 @@ LEAVE_S = 1.0
 """The time in seconds for receivers to leave a version that is withdrawn. While they read they look for it every half
 millisecond. A receiver that hangs longer finds later that the version was withdrawn, and uses nothing of what it
 read."""
-
-ACCEPT_AGAIN_S = 0.2
-"""Seconds to wait after a failed accept: without descriptors or threads the next one fails at once."""
 
 RELAY_LOOK_S = 0.5
 """The interval in seconds at which the server looks whether a peer has left, while it has nothing to tell it."""
@@ -91,7 +82,7 @@ AnyOffer = TypeVar("AnyOffer", bound=Offer)
 
 
 class MetadataServer:
-    """Answers receivers over TCP, with a thread for each; there are as many as ranks, and STRANGERS.
+    """Answers receivers over TCP, with a thread for each: as many as ranks, and a bounded number of strangers.
 
     Only a receiver that knows a version's secret gets an answer about it. A receiver keeps its connection open while it
     pulls, so the server knows when it has left.
@@ -110,19 +101,18 @@ class MetadataServer:
         self._leave_s = leave_s
         self._relay_look_s = relay_look_s
         self.host = host
-        self._listener = listen_at(host, port)
-        not_for_children.add(self._listener)
-        self.port: int = self._listener.getsockname()[1]
+        listener = listen_at(host, port)
+        not_for_children.add(listener)
+        self.port: int = listener.getsockname()[1]
         self._offers: dict[str, Offer] = {}
         """The offer of each secret."""
-        self._strangers: dict[socket.socket, None] = {}
-        """The connections that have not asked yet, the oldest first."""
         self._relays: dict[str, RelayOffer] = {}
         """The relay of each secret."""
         self._lock = threading.Lock()
         self._left = threading.Condition(self._lock)
-        self._closed = threading.Event()
-        threading.Thread(target=self._accept, name="nixl sender", daemon=True).start()
+        self._acceptor = Acceptor(listener, self._serve, "nixl sender")
+        """It accepts whatever fails: workers heal from here as long as the trainer lives."""
+        self._acceptor.start()
 
     def transport(self, secret: str) -> dict[str, Any]:
         """The `transport` object of the request for what is offered under this secret."""
@@ -176,13 +166,13 @@ class MetadataServer:
     def _dismiss(self, offer: Offer) -> None:
         """Ends the connections of an offer. The caller holds the lock."""
         for connection in offer.reads:
-            _hang_up(connection)  # its thread sends nothing more from then on
+            hang_up(connection)  # its thread sends nothing more from then on
         for connection in offer.receivers:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
         self._left.wait_for(lambda: not (offer.receivers or offer.reads), self._leave_s)
         for connection in offer.receivers:
-            _hang_up(connection)
+            hang_up(connection)
 
     def offer_relay(self, secret: str, metadata: bytes, places: Sequence[Sequence[tuple[int, int]]]) -> RelayOffer:
         """Offers the buckets of an update to the peers that know its secret, none of them yet. See `offer`."""
@@ -208,46 +198,12 @@ class MetadataServer:
             self.end_relay(relay)
         for secret in offered:
             self.withdraw(secret)
-        self._closed.set()
-        _hang_up(self._listener)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        """Accepts receivers until `close`, whatever fails: workers heal from here as long as the trainer lives."""
-        while not self._closed.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if not self._closed.wait(ACCEPT_AGAIN_S):
-                    log.warning("a receiver could not be accepted: %s", error)
-                continue
-            not_for_children.add(connection)
-            self._add_stranger(connection)
-            serving = threading.Thread(target=self._serve, args=(connection,), name="nixl puller", daemon=True)
-            try:
-                serving.start()
-            except RuntimeError as error:
-                with self._lock:
-                    self._strangers.pop(connection, None)
-                connection.close()
-                self._closed.wait(ACCEPT_AGAIN_S)
-                log.warning("a receiver could not be served: %s", error)
-
-    def _add_stranger(self, connection: socket.socket) -> None:
-        with self._lock:
-            if len(self._strangers) >= STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                _hang_up(oldest)  # its thread closes it
-            self._strangers[connection] = None
+        self._acceptor.close()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
-            try:
-                asked = read_frame(connection, MAX_REQUEST_BYTES, self._request_s)
-            finally:
-                with self._lock:
-                    self._strangers.pop(connection, None)
+            asked = read_frame(connection, MAX_REQUEST_BYTES, self._request_s)
+            self._acceptor.take(connection)
             connection.settimeout(ANSWER_S)
             if asked.get("protocol") != PROTOCOL:
                 connection.sendall(OTHER_PROTOCOL)
@@ -333,8 +289,3 @@ def _has_left(connection: socket.socket) -> bool:
         return False
     finally:
         connection.settimeout(within_s)
-
-
-def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError
 from rl_plane.protocol.versions import HostTensor
@@ -62,7 +63,34 @@ Places = Mapping[str, memoryview]
 """The place of each tensor of a bucket."""
 
 
-class Pull(PackedDelivery):
+class SourcePull(PackedDelivery):
+    """A delivery that reads out of a trainer's memory."""
+
+    _connection: socket.socket
+    """The connection to the trainer. Its calls never block. It ends when the trainer dies, or withdraws the version."""
+    _ended = False
+
+    def _open_channel(self, make: Callable[[], Channel]) -> Channel:
+        try:
+            return make()
+        except Exception as error:  # nixl's errors have no common base
+            self._look()
+            raise refuse(f"its metadata can't be used: {error}") from error
+
+    def _look(self) -> None:
+        """Raises if the update was cancelled, or the source has closed the connection."""
+        if self._ended or self.cancelled():
+            raise EngineFailed("staging was cancelled")
+        try:
+            self._connection.recv(1)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise gone(error) from error
+        raise gone("it has closed the connection")
+
+
+class Pull(SourcePull):
     """The delivery of one version that is pulled from its source."""
 
     def __init__(
@@ -89,7 +117,6 @@ class Pull(PackedDelivery):
         """The bytes of each read that has ended, in order, or why there are no more."""
         self._ready = 0
         """The bytes that have come, and are not hashed yet."""
-        self._ended = False
 
     def _received(self) -> Iterator[Arrived]:
         self._begin()
@@ -150,11 +177,7 @@ class Pull(PackedDelivery):
 
     def _begin(self) -> None:
         self._puller = self._context.take(self._connection.getsockname()[0])
-        try:
-            self._channel = self._source.channel(self._puller.agent)
-        except Exception as error:  # nixl's errors have no common base
-            self._look()
-            raise refuse(f"its metadata can't be used: {error}") from error
+        self._channel = self._open_channel(partial(self._source.channel, self._puller.agent))
 
     def _registered(self, places: Sequence[Places]) -> bool:
         """Registers the places. Returns False if they can't be registered."""
@@ -234,15 +257,3 @@ class Pull(PackedDelivery):
         flight.read.release()
         self._look()
         self._came.put(flight.nbytes)
-
-    def _look(self) -> None:
-        """Raises if the update was cancelled, or the source has closed the connection."""
-        if self._ended or self.cancelled():
-            raise EngineFailed("staging was cancelled")
-        try:
-            self._connection.recv(1)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise gone(error) from error
-        raise gone("it has closed the connection")

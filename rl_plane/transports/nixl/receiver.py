@@ -8,8 +8,10 @@ the other is used. The connection to the source reports its death; a time bound 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,12 +69,14 @@ class NixlTransport(RelayingTransport):
     def __init__(self, context: TransportContext, limits: ReadLimits = READ_LIMITS) -> None:
         self.limits = limits
         self._nats_url = context.nats_url
-        self._idle: list[Puller] = []
+        self._idle: deque[Puller] = deque(maxlen=LANES)
+        """Several lanes take and give back at the same time."""
         self._peer_source: PeerSource | None = None
 
     def init(self, config: Mapping[str, Any]) -> None:
         check_fields(BACKEND, config)
-        self._idle = self._idle or [Puller(address_towards(self._nats_url))]
+        if not self._idle:
+            self._idle.append(Puller(address_towards(self._nats_url)))
 
     def destroy(self) -> None:
         self._idle.clear()
@@ -129,12 +133,14 @@ class NixlTransport(RelayingTransport):
 
     def take(self, host: str) -> Puller:
         """An idle Puller at this machine's address `host`, or a new one."""
-        idle = self._idle.pop() if self._idle else None
-        return idle if idle is not None and idle.host == host else Puller(host)
+        with contextlib.suppress(IndexError):  # there is none
+            if (idle := self._idle.pop()).host == host:
+                return idle
+        return Puller(host)
 
     def give_back(self, puller: Puller) -> None:
         """Returns a Puller after an update without an error."""
-        self._idle = [*self._idle[-LANES + 1 :], puller]
+        self._idle.append(puller)
 
 
 def _connected(request: Mapping[str, Any]) -> socket.socket:

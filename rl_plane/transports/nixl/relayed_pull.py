@@ -16,14 +16,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rl_plane._util.tasks import Cancelled, never
-from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.relay import TRAINER, RelayPlan
 from rl_plane.protocol.versions import HostTensor, algorithm_of, tensor_digest
 from rl_plane.transports.nixl.channel import END_S, Channel, ChannelRead, ReadSource
 from rl_plane.transports.nixl.metadata_server import RelayOffer
 from rl_plane.transports.nixl.peer_link import Lost, News, Offered, PeerLink, Verified
+from rl_plane.transports.nixl.pull import SourcePull
 from rl_plane.transports.nixl.pull_context import PullContext
 from rl_plane.transports.nixl.puller import Puller
 from rl_plane.transports.nixl.reads import (
@@ -33,12 +35,10 @@ from rl_plane.transports.nixl.reads import (
     ReadLimits,
     checked_places,
     gone,
-    refuse,
     split_reads,
 )
 from rl_plane.transports.nixl.relay_chooser import BucketRead, Chooser
 from rl_plane.transports.nixl.wire import RegisteredMemory
-from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.weights.hashed_copy import copy_hashed
 from rl_plane.weights.manifest import CHANGED_FIX, Manifest, PackedBucket, pack
 
@@ -73,7 +73,6 @@ class Trainer:
     """The trainer, as it has answered."""
 
     connection: socket.socket
-    """The connection to the trainer. Its calls never block. It ends when the trainer dies, or withdraws the version."""
     source: ReadSource
     places: Sequence[Sequence[Piece]]
 
@@ -141,7 +140,7 @@ class _Reading:
     )
 
 
-class RelayedPull(PackedDelivery):
+class RelayedPull(SourcePull):
     """The delivery of one version that is pulled from several sources."""
 
     def __init__(
@@ -158,6 +157,7 @@ class RelayedPull(PackedDelivery):
         manifest, trainer = _cut(manifest, trainer, nbytes)
         super().__init__(manifest, iter(()), refetchable=refetchable, close=self._end)
         self._context = context
+        self._connection = trainer.connection
         self._trainer = trainer
         self._secret = trainer.source.secret
         self._plan = plan
@@ -166,7 +166,6 @@ class RelayedPull(PackedDelivery):
         self._news: queue.SimpleQueue[News | _Free | _Wake] = queue.SimpleQueue()
         self._out: queue.SimpleQueue[_Arrived | BaseException] = queue.SimpleQueue()
         self._links: list[PeerLink] = []
-        self._ended = False
         self._complete = False
 
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
@@ -177,7 +176,6 @@ class RelayedPull(PackedDelivery):
             one = self._out.get()  # bounded, since each read is
             if isinstance(one, BaseException):
                 raise one
-            self.came(sum(tensor.spec.nbytes for _, tensor in one.tensors))
             yield from one.tensors
             if one.slot is not None:
                 self._news.put(_Free(one.slot))
@@ -190,7 +188,7 @@ class RelayedPull(PackedDelivery):
         self._threads.shutdown(wait=True, cancel_futures=True)
         if not self._complete:
             self._context.end_relay()
-        self._trainer.connection.close()
+        self._connection.close()
 
     # ---- the reading thread ----
 
@@ -210,12 +208,8 @@ class RelayedPull(PackedDelivery):
 
     def _begin(self) -> _Reading:
         buckets = self._manifest.buckets
-        puller = self._context.take(self._trainer.connection.getsockname()[0])
-        try:
-            channel = self._channel(puller, self._trainer.source)
-        except Exception as error:  # nixl's errors have no common base
-            self._look()
-            raise refuse(f"its metadata can't be used: {error}") from error
+        puller = self._context.take(self._connection.getsockname()[0])
+        channel = self._open_channel(partial(self._channel, puller, self._trainer.source))
         self._links = [PeerLink(peer, self._secret, self._news.put) for peer in self._plan.peers]
         largest = max(bucket.nbytes for bucket in buckets)
         sources = 1 + len(self._plan.peers)
@@ -264,18 +258,6 @@ class RelayedPull(PackedDelivery):
             happened |= self._start(reading)
             wait_s = POLL_S[0] if happened else min(2 * wait_s, POLL_S[1])
         self.sources = reading.chooser.uses()
-
-    def _look(self) -> None:
-        """Raises if the update was cancelled, or the trainer has closed the connection."""
-        if self._ended or self.cancelled():
-            raise EngineFailed("staging was cancelled")
-        try:
-            self._trainer.connection.recv(1)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise gone(error) from error
-        raise gone("it has closed the connection")
 
     def _hear(self, reading: _Reading, wait_s: float) -> bool:
         """Takes in what the peers and the engine have said. Waits for the first news."""

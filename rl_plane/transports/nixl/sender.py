@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import HostTensor
-from rl_plane.transports.base import KeepingSender, LendingSender, SenderContext, SharingSender
+from rl_plane.transports.base import SenderContext, SharingSender
 from rl_plane.transports.nixl.metadata_server import LEAVE_S, MetadataServer
 from rl_plane.transports.nixl.tcp_reads import Region
 from rl_plane.transports.nixl.wire import BACKEND, RegisteredMemory, is_ours, make_agent
@@ -75,7 +75,7 @@ class _Version:
         ]
 
 
-class NixlSender(KeepingSender, LendingSender, SharingSender):
+class NixlSender(SharingSender):
     """Lets receivers pull a version once it is finished, and keeps what is committed."""
 
     backend = BACKEND

@@ -179,6 +179,42 @@ def test_a_missing_extra_ends_a_command_in_one_line(tmp_path: Path) -> None:
     )
 
 
+_ONLY_WORKER = """
+import asyncio, sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+def plain(name):
+    return name.replace("_", "-").lower()
+
+here, lock = map(Path, sys.argv[1:])
+installed = {plain(line.partition("==")[0]) for line in lock.read_text().splitlines() if "==" in line} | {"rl-plane"}
+for module, packages in packages_distributions().items():
+    if installed.isdisjoint(map(plain, packages)):
+        sys.modules.setdefault(module, None)
+
+from rl_plane.cli.main import run
+assert run(["worker", "--engine", "fake", "--model", str(here), "--nats-url", "nats://127.0.0.1:9"]) == 2
+
+from worker.engines.base import EngineOptions
+from worker.engines.fake.adapter import build, make_fake_model
+from worker.testing.engine_contract import check_engine
+options = EngineOptions(make_fake_model(here / "model", 1), device="cpu")
+asyncio.run(check_engine(build, options, make_fake_model(here / "other", 2)))
+"""
+
+
+def test_the_worker_extra_is_enough_for_the_fake_engine_and_the_conformance_suite(tmp_path: Path) -> None:
+    lock = ROOT / "deploy" / "locks" / "worker.txt"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _ONLY_WORKER, str(tmp_path), str(lock)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_users_own_worker_py_does_not_shadow_ours(tmp_path: Path) -> None:
     for name in ("worker.py", "frontend.py", "rl_plane.py"):
         (tmp_path / name).write_text("raise SystemExit('shadowed')")

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest
+from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.versions import HostTensor, WeightVersion
-from rl_plane.transports.base import OfferingTransport, TransportContext
+from rl_plane.transports.base import Delivery, RelayingTransport, TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
+from rl_plane.weights.checkpoint import Kind
 from tests.support.fake_runs import (
     BOUND_S,
     PROMPT,
@@ -174,7 +176,7 @@ async def test_adapter_swaps_that_are_refused_change_nothing(base: Path, loras: 
         await drain(engine.generate(ask(adapter="fresh")))
 
 
-class SlowOffer(FilesystemTransport, OfferingTransport):
+class SlowOffer(FilesystemTransport, RelayingTransport):
     """A transport whose offer takes long, for example because it registers the memory of a large model."""
 
     def __init__(self, root: Path) -> None:
@@ -187,6 +189,14 @@ class SlowOffer(FilesystemTransport, OfferingTransport):
         return {"backend": "filesystem"}
 
     def withdraw(self, transport: Mapping[str, Any]) -> None: ...
+
+    def relay_address(self) -> tuple[str, int]:
+        raise AssertionError("no update is relayed")
+
+    def open_relayed(self, request: Mapping[str, Any], kind: Kind, plan: RelayPlan) -> Delivery:
+        raise AssertionError("no update is relayed")
+
+    def end_relay(self) -> None: ...
 
 
 async def test_an_adapter_is_swapped_while_the_copy_is_being_offered(

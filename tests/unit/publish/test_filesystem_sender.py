@@ -86,6 +86,12 @@ def test_disk_is_bounded_and_what_the_record_names_stays(tmp_path: Path) -> None
     assert sorted(tmp_path.iterdir()) == [paths[4], path]
 
 
+def test_versions_stay_as_long_as_there_are_no_more_than_the_trainer_keeps(tmp_path: Path) -> None:
+    sender = FilesystemSender(tmp_path, keep=4)
+    paths = [write(sender, mark=b"%03d" % number)[0] for number in range(6)]
+    assert sorted(tmp_path.iterdir()) == paths[2:]
+
+
 def test_a_directory_of_another_publisher_stays(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     (tmp_path / "v00000001-00000000").mkdir()

@@ -69,6 +69,19 @@ def test_the_outcome_is_unknown_if_the_frontend_stays_away(scripted: ScriptedFac
         publisher.publish("one")
 
 
+def test_weights_that_may_be_committed_can_be_fetched_until_the_next_version(
+    scripted: ScriptedFacade, source: Path
+) -> None:
+    scripted.answers |= {"update_weights": [DROP, {"version": {"label": "two"}}], "updates": [DROP]}
+    sender = NotedSender()
+    with publisher_to(scripted, source, sender, others_s=0.0) as publisher:
+        with pytest.raises(OutcomeUnknown):
+            publisher.publish("one")
+        assert sender.events == ["open"]
+        publisher.publish("two")
+    assert sender.events == ["open", "close", "open", "keep", "close"]
+
+
 def test_a_frontend_that_is_away_has_nothing_prepared_for_good(scripted: ScriptedFacade, source: Path) -> None:
     """An update that could not be aborted is aborted before the next one is opened."""
     scripted.answers |= {

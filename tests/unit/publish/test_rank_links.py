@@ -15,6 +15,7 @@ from rl_plane._util.framing import send_frame
 from rl_plane.errors import DeadlineExceeded, Unavailable
 from rl_plane.publish.publish_options import PUBLISH_LIMITS
 from rl_plane.publish.ranks.link import BEGUN, FollowingRankLink, LeadLink, proof_of
+from tests.support.failed_accept import fail_an_accept
 
 COMMAND = {"version": 1, "call": 1, "op": "end", "body": {"error": None}}
 BOUND_S = 20.0
@@ -130,6 +131,13 @@ def test_silent_strangers_delay_no_rank_and_are_bounded() -> None:
         for each in silent:
             assert ended(each), "rank 0 does not listen after all ranks have come"
         assert not listens(lead)
+
+
+def test_a_rank_still_comes_after_rank_0_had_no_descriptors_left(caplog: pytest.LogCaptureFixture) -> None:
+    with ExitStack() as stack:
+        lead = stack.enter_context(closing(LeadLink("127.0.0.1", 2, PUBLISH_LIMITS)))
+        fail_an_accept(socket.AF_INET, lead.address, caplog)
+        comes(stack, lead, 1)
 
 
 def test_many_ranks_come_at_once() -> None:

@@ -42,6 +42,7 @@ def test_urls_below_an_allowed_prefix_are_accepted(url: str) -> None:
         "https://a.example/weights/../secret",
         "https://a.example/weights/%2e%2e/secret",
         "https://a.example/weights/%252e%252e/secret",
+        "https://a.example/weights/%25252e%25252e/secret",
         "https://a.example/weights/..%2fsecret",
         "https://a.example/weights\\..\\secret",
         "http://10.0.0.5/x",

@@ -26,6 +26,7 @@ from rl_plane.transports.base import SenderContext, TransportContext
 from rl_plane.transports.ipc import cuda_buffers
 from rl_plane.transports.ipc import wire as ipc_wire
 from rl_plane.transports.ipc.cuda_buffers import COUNTERS, Handle
+from rl_plane.transports.ipc.ipc_session import Bounds
 from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.transports.ipc.sender import IpcSender, build
 from rl_plane.transports.ipc.torch_cuda import TorchCuda
@@ -166,7 +167,8 @@ def test_the_sender_frees_memory_after_its_readers_have_released_it(
 
 
 def test_a_receiver_that_hangs_delays_the_end_for_a_bounded_time(cuda: HostCuda) -> None:
-    with sender_of(cuda, 1, give_up_s=0.1) as (sender, transport), raw_receiver(transport) as (connection, _):
+    hasty = Bounds(give_up_s=0.1)
+    with sender_of(cuda, 1, bounds=hasty) as (sender, transport), raw_receiver(transport) as (connection, _):
         ipc_wire.send_packet(connection, {"gpu": GPUS[0]})
         assert "handles" in ipc_wire.read_packet(connection)[0]
         sender.close()

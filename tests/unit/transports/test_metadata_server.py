@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from rl_plane._util.accepting import STRANGERS
 from rl_plane._util.framing import MAX_FRAME_BYTES, read_frame, send_frame
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.nixl import metadata_server
 from rl_plane.transports.nixl.metadata_server import MetadataServer
 from rl_plane.transports.nixl.tcp_reads import ReadableMemory
 from rl_plane.transports.nixl.wire import PROTOCOL
@@ -58,7 +58,7 @@ def test_only_the_holder_of_the_secret_gets_an_answer(server: MetadataServer, se
 
 def test_silent_connections_are_bounded_and_disturb_no_receiver(server: MetadataServer) -> None:
     with ExitStack() as stack:
-        strangers = [stack.enter_context(connected(server)) for _ in range(metadata_server.STRANGERS + 1)]
+        strangers = [stack.enter_context(connected(server)) for _ in range(STRANGERS + 1)]
         assert strangers[0].recv(1) == b""
         assert answer(server, SECRET)["metadata"]
 

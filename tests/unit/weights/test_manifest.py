@@ -149,21 +149,3 @@ def test_torch_tensors_are_packed_bit_by_bit() -> None:
     for name, tensor in PackedDelivery(made, iter(buffers), refetchable=False).tensors():
         raw = given[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         assert bytes(tensor.data) == raw, name
-
-
-@pytest.mark.parametrize("placed", [False, True])
-def test_a_delivery_counts_its_bytes_as_they_come(placed: bool) -> None:
-    """It counts buckets of bytes, and tensors that lie in their places already."""
-    made = manifest()
-    buffers = [memoryview(bytearray(bucket.nbytes)) for bucket in made.buckets]
-    in_places = [
-        [(one.name, HostTensor(one.spec, memoryview(bytes(one.spec.nbytes)))) for one in bucket.tensors]
-        for bucket in made.buckets
-    ]
-    delivery = PackedDelivery(made, iter(in_places if placed else buffers), refetchable=False)
-    came: list[int] = []
-    delivery.came = came.append
-    expected = sum(spec.nbytes for spec in made.specs.values())
-    assert delivery.counts_bytes
-    assert len(list(delivery.tensors())) == len(made.specs)
-    assert sum(came) == expected

@@ -22,6 +22,7 @@ import worker.receive.rank_agents.agent_messages as wire
 from rl_plane._util.framing import MAX_FRAME_BYTES, send_frame
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, PlaneError
+from tests.support.failed_accept import fail_an_accept
 from tests.support.other_user import as_another_user
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_server import AgentServer, Method
@@ -68,6 +69,14 @@ def test_a_process_with_many_descriptors_calls_and_answers(serve: Serve) -> None
         for descriptor in opened:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_agent_still_answers_after_it_had_no_descriptors_left(
+    serve: Serve, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = serve(0, {"ping": lambda body, cancelled: "here"})
+    fail_an_accept(socket.AF_UNIX, str(wire.socket_of(directory, 0)), caplog)
+    assert client.ask("ping") == ["here"]
 
 
 def test_a_process_of_another_user_is_not_answered(serve: Serve) -> None:

@@ -31,7 +31,7 @@ BOTH: tuple[DigestAlgorithm, ...] = ("xxh3", "blake3")
 class MemoryAdapter(Memory):
     def __init__(self, tensors: Mapping[str, bytes], raw: bytes = CONFIG) -> None:
         super().__init__(tensors)
-        self.adapter_config, self.adapter_config_raw = json.loads(raw), raw
+        self.adapter_config_raw = raw
 
     def true_digest(self, algorithm: DigestAlgorithm = "xxh3") -> str:
         lines = [(name, tensor.spec, hexed(bytes(tensor.data), algorithm)) for name, tensor in self.sent]

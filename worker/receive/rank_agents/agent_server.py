@@ -7,11 +7,11 @@ import multiprocessing
 import os
 import select
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from rl_plane._util.accepting import Acceptor
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane._util.peer_credentials import same_user
 from rl_plane._util.processes import die_with_parent
@@ -56,7 +56,7 @@ class AgentServer:
     """
 
     def __init__(self, listener: socket.socket, methods: Mapping[str, Method]) -> None:
-        self._listener = listener
+        self._acceptor = Acceptor(listener, self._answer, "agent")
         self._methods = methods
 
     @classmethod
@@ -64,28 +64,19 @@ class AgentServer:
         return cls(listen_at(socket_of(directory, rank)), methods)
 
     def start(self) -> None:
-        threading.Thread(target=self._serve, name="agent", daemon=True).start()
+        self._acceptor.start()
 
     def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread
-        self._listener.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            if not same_user(connection):
-                log.warning("a process of another user called the agent")
-                connection.close()
-                continue
-            threading.Thread(target=self._answer, args=(connection,), name="agent call", daemon=True).start()
+        self._acceptor.close()
 
     def _answer(self, connection: socket.socket) -> None:
         with connection:
+            if not same_user(connection):
+                log.warning("a process of another user called the agent")
+                return
             try:
                 request = read_frame(connection, within_s=FIRST_FRAME_S)
+                self._acceptor.take(connection)
                 connection.settimeout(None)
                 outcome = self._outcome(request, connection)
                 passed = outcome.get("value")
