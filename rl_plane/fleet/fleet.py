@@ -65,7 +65,7 @@ from rl_plane.protocol import update_requests, worker_ops
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
 from rl_plane.protocol.fleet_reply_types import LeftWorker, RunningUpdate, StartingWorker
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
-from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, MEMORY, PAUSE, Subjects, check_name
+from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, ENABLED, MEMORY, PAUSE, Subjects, check_name
 from rl_plane.protocol.trainer_groups import FORM_MARGIN_S, JOIN_TORCH_S
 from rl_plane.protocol.validation import Empty, parse_body, same_values
 
@@ -375,8 +375,9 @@ class Fleet:
         does the same. If the call fails, the desired pause before it is stored again."""
         snapshot = await members_of(call)
         async with self.client.lock(call.view) as held:
-            for instance_id in (call.select.workers or []) if admission is not None else []:
-                await held.put(ADMISSION_PREFIX + instance_id, admission or b"")
+            if admission is not None:
+                for instance_id in call.select.workers or []:
+                    await held.put(ADMISSION_PREFIX + instance_id, admission)
             if desired is None or call.select.workers is not None:
                 return await self._on_each(call, op, body, held, snapshot)
             earlier = await read_pause(self.client.bus, call.view.subjects.state)
@@ -546,4 +547,4 @@ class Fleet:
             raise InvalidRequest("name the workers", field="workers", fix="workers: [instance_id]")
         is_open = call.op.name == "enable"
         body = {"open": is_open}
-        return await self._on_all(call, call.op.worker_op, body, admission=b"" if is_open else DISABLED)
+        return await self._on_all(call, call.op.worker_op, body, admission=ENABLED if is_open else DISABLED)
