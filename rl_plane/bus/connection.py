@@ -601,9 +601,9 @@ class Bus:
             if what == subject.lower() and not end.done():
                 end.set_exception(error)
 
-        self._on_denial.append(denied)
         async with _translated(f"read the bucket {bucket.name}"):
             subscription = await self.subscribe(inbox, collect)
+            self._on_denial.append(denied)
             try:
                 while True:
                     start = entries[-1].sequence + 1 if entries else 1
