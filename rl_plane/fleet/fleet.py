@@ -514,7 +514,7 @@ class Fleet:
             call = replace(call, select=call.select.model_copy(update={"min_workers": 0}))
         await members_of(call)
         waiting, silent = 0, list[str]()
-        if call.select.workers is None:
+        if call.select.workers is None or call.body.request_ids is not None:
             waiting, silent, made = await self._abort_waiting(call)
             if made:
                 ids = [one for name in call.body.request_ids or () for one in made.get(name, [name])]
@@ -522,7 +522,8 @@ class Fleet:
         reply = {**await self._change(call), "waiting": waiting}
         if silent:
             raise Unavailable(
-                f"{len(silent)} frontends did not answer within {FRONTENDS_S:g} s; requests that wait there continue",
+                f"{len(silent)} frontends did not answer within {FRONTENDS_S:g} s; requests that only they know "
+                "continue",
                 frontends=silent,
                 fix="ask again: requests that have ended stay ended",
                 retry_after_s=1.0,
@@ -531,9 +532,10 @@ class Fleet:
         return reply
 
     async def _abort_waiting(self, call: FleetCall[Any]) -> tuple[int, list[str], dict[str, list[str]]]:
-        """Ends the waiting choices. Returns their number, the frontends that did not answer, and the workers' ids of
-        the requests that callers have named."""
-        replies = await self.client.ask_frontends(call.view, "abort_requests", call.fields, FRONTENDS_S)
+        """Ends the waiting choices, unless the call means some workers only. Returns their number, the frontends that
+        did not answer, and the workers' ids of the requests that callers have named."""
+        body = {**call.fields, "waiting": call.select.workers is None}
+        replies = await self.client.ask_frontends(call.view, "abort_requests", body, FRONTENDS_S)
         done = {key: reply for key, reply in replies.items() if reply is not None and reply.get("status") == "ok"}
         count, made = 0, dict[str, list[str]]()
         for reply in done.values():

@@ -343,7 +343,12 @@ class FlushReply(TypedDict):
 class AbortRequests(Body):
     request_ids: list[str] | None = Field(None, max_length=10_000)
     """The id of a reply, or the caller's own name of the request, for all of its choices; with `-<index>` for one
-    choice. Together with `workers` only ids count, because no frontend is asked. None: all requests."""
+    choice. None: all requests."""
+
+
+class AbortInFrontend(AbortRequests):
+    waiting: bool = True
+    """Ends the choices that wait there for a worker. False: the call means some workers only."""
 
 
 class AbortedReply(TypedDict):
