@@ -394,9 +394,7 @@ class Fleet:
     ) -> dict[str, Any]:
         component, workers = call.view.subjects.component, call.select.workers
         for _ in range(LOST_RETRIES):
-            out = await self.client.call_all(
-                op, body, workers=workers, component=component, empty="ok", held=held, request_id=call.request_id
-            )
+            out = await self.client.call_all(op, body, workers=workers, component=component, empty="ok", held=held)
             # An unpinned call means the fleet without the workers that die during it. The op is repeated on the others:
             # ops are idempotent.
             if workers is not None or call.pinned or not any(row.lost for row in out.rows):
