@@ -9,9 +9,8 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgpack
 import nats.errors
@@ -24,7 +23,6 @@ from rl_plane.protocol.canary import engine_kind
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, Subjects
 from rl_plane.protocol.transport_traits import directory_transport
 from rl_plane.protocol.update_requests import PreparedReply, Transport
-from rl_plane.protocol.worker_ops import EngineLoadReply
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
 from worker.engines.capabilities import CanReportLoad
@@ -309,8 +307,7 @@ class Worker:
             await asyncio.sleep(LOAD_INTERVAL_S)
             try:
                 async with asyncio.timeout(LOAD_S):
-                    load = await self._engine.run(engine.engine_load())
-                self._handlers.engine_load = None if load is None else cast("EngineLoadReply", asdict(load))
+                    self._handlers.engine_load = await self._engine.run(engine.engine_load())
             except (TimeoutError, PlaneError):
                 self._handlers.engine_load = None
             except Exception:
