@@ -166,12 +166,9 @@ class SyncRlClient(BlockingRun, FleetMethods):
         *,
         component: str | None = None,
         timeout_s: float | None = None,
-        request_id: str = "",
     ) -> WorkerReply:
         """Asks one worker for an op of `worker_ops.OPS`, and raises the worker's error. See `WorkerCalls.call`."""
-        call = self._client.call(
-            instance_id, op, body, component=component, timeout_s=timeout_s, request_id=request_id
-        )
+        call = self._client.call(instance_id, op, body, component=component, timeout_s=timeout_s)
         return self._wait(call, self._worker_bound(op, timeout_s), op)
 
     def call_all(
@@ -184,9 +181,7 @@ class SyncRlClient(BlockingRun, FleetMethods):
         epoch: int | None = None,
         fingerprint: str | None = None,
         timeout_s: float | None = None,
-        retries: int = 0,
         empty: EmptyFleet = "error",
-        request_id: str = "",
     ) -> FanOut:
         """Asks every engine directly, and returns a row for each. See `WorkerCalls.call_all`."""
         call = self._client.call_all(
@@ -197,17 +192,15 @@ class SyncRlClient(BlockingRun, FleetMethods):
             epoch=epoch,
             fingerprint=fingerprint,
             timeout_s=timeout_s,
-            retries=retries,
             empty=empty,
-            request_id=request_id,
         )
-        return self._wait(call, self._worker_bound(op, timeout_s, 1 + retries), op)
+        return self._wait(call, self._worker_bound(op, timeout_s), op)
 
     # ---- the other thread ----
 
-    def _worker_bound(self, op: str, timeout_s: float | None, attempts: int = 1) -> float:
+    def _worker_bound(self, op: str, timeout_s: float | None) -> float:
         spec_s = OPS[op].timeout_s if op in OPS else 0.0
-        return (timeout_s or spec_s) * attempts + DEFAULT_LOCK_WAIT_S + MARGIN_S
+        return (timeout_s or spec_s) + DEFAULT_LOCK_WAIT_S + MARGIN_S
 
     def _wait(self, work: Coroutine[Any, Any, T], bound_s: float, what: str) -> T:
         if self._closed:

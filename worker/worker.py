@@ -9,22 +9,20 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgpack
 import nats.errors
 
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus
-from rl_plane.bus.state_store import read_disabled, read_later_pause, read_memory
+from rl_plane.bus.state_store import admission_of, read_later_pause, read_memory
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.canary import engine_kind
-from rl_plane.protocol.subjects import Subjects
+from rl_plane.protocol.subjects import ADMISSION_PREFIX, Subjects
 from rl_plane.protocol.transport_traits import directory_transport
 from rl_plane.protocol.update_requests import PreparedReply, Transport
-from rl_plane.protocol.worker_ops import EngineLoadReply
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
 from worker.engines.capabilities import CanReportLoad
@@ -181,8 +179,7 @@ class Worker:
         """Applies the fleet's admission, pause and memory, which this worker may have missed while it was away."""
         if self._pipeline_stage is not None:
             return
-        if await read_disabled(self.bus, self.subjects.state, self.state.instance_id):
-            self.state.close("disabled")
+        await self._follow_admission()
         async with self._changes.changing:
             await self._follow_pause()
             memory = await read_memory(self.bus, self.subjects.state)
@@ -190,6 +187,15 @@ class Worker:
                 with self._watch.blocking():
                     await self._memory.follow(memory)
         self._tell()
+
+    async def _follow_admission(self) -> None:
+        """Opens or closes as an operator has asked, unless the last call to this worker is newer."""
+        entry = await self.bus.get(self.subjects.state, ADMISSION_PREFIX + self.state.instance_id)
+        is_open = admission_of(entry)
+        if entry is None or is_open is None or entry.sequence < self.state.admission_fence:
+            return  # a fence is a sequence of the same bucket
+        if is_open == ("disabled" in self.state.closed):
+            self._handlers.admit(is_open)
 
     async def _follow_pause(self) -> None:
         """Pauses or resumes as the fleet was asked to. The caller holds `changing`.
@@ -297,8 +303,7 @@ class Worker:
             await asyncio.sleep(LOAD_INTERVAL_S)
             try:
                 async with asyncio.timeout(LOAD_S):
-                    load = await self._engine.run(engine.engine_load())
-                self._handlers.engine_load = None if load is None else cast("EngineLoadReply", asdict(load))
+                    self._handlers.engine_load = await self._engine.run(engine.engine_load())
             except (TimeoutError, PlaneError):
                 self._handlers.engine_load = None
             except Exception:

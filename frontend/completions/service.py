@@ -59,6 +59,7 @@ class Generation:
         self.in_flight = 0
         """Choices under way."""
         self.caller_ids = CallerIds()
+        self.engines.running.given = self.caller_ids.given_to
         self.call_reader = CallReader(client, view, status)
         self._is_leaving = False
         self._idle = asyncio.Event()
@@ -119,11 +120,12 @@ class Generation:
             await self.committed.try_read()  # an adapter may have been loaded just now
         return self.models
 
-    def abort(self, names: list[str] | None) -> AbortedInFrontend:
-        """Aborts the choices of these ids or callers' names, or all (None), as far as they wait here for a worker."""
+    def abort(self, names: list[str] | None, waiting: bool) -> AbortedInFrontend:
+        """Aborts the choices of these ids or callers' names, or all (None), as far as they wait here for a worker. Not
+        `waiting`: aborts none, and only says which ids the names mean."""
         made = self.caller_ids.made_of(names or ())
         ids = None if names is None else {*names, *(one for several in made.values() for one in several)}
-        return AbortedInFrontend(aborted=self.engines.aborts.abort(ids), made=made)
+        return AbortedInFrontend(aborted=self.engines.aborts.abort(ids) if waiting else 0, made=made)
 
     # ---- limits ----
 

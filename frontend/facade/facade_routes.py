@@ -64,14 +64,16 @@ class RequestsQuery(Body):
     """`GET /v1/rl/requests`"""
 
     id: str = Field("", max_length=MAX_ID_CHARS)
-    """Only the choices whose ids begin so."""
+    """Only the choices whose ids, or whose callers' own names, begin so."""
     component: str | None = None
     """Only the choices of this component. None: those of all."""
 
 
 REQUESTS_DOC = """The choices that this frontend carries to workers now, at most 1,000, the longest wait first:
 
-- `id`: of the reply, with the number of the choice if there are several; `?id=` gives the ids that begin so
+- `id`: of the reply, with the number of the choice if there are several
+- `names`: its caller's names of the request (`X-Request-Id`, vLLM's `request_id`, SGLang's `rid`). `?id=` gives the
+  choices with an id or a name that begins so
 - `component`: the component that makes it; `?component=` gives the choices of one
 - `worker`: the instance id of the worker that has it. Null: it waits for a worker
 - `tries`: the workers that it was sent to so far

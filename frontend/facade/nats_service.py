@@ -138,11 +138,10 @@ class FleetService:
     async def _answer(self, message: Msg, inbox: str, reply: dict[str, Any], start: float) -> None:
         form = format_of(message.data)
         packed = to_json(reply) if form == "json" else encode(reply, form)
-        limit = min(MAX_MESSAGE_BYTES, self._bus.nc.max_payload)
-        if len(packed) > limit:
+        if len(packed) > MAX_MESSAGE_BYTES:
             error = PayloadTooLarge(
                 f"the call ended with status {reply['status']!r}, but its reply has {len(packed)} bytes; "
-                f"a message carries {limit}",
+                f"a message carries {MAX_MESSAGE_BYTES}",
                 call_status=reply["status"],
                 fix="name fewer workers in targets, or ask over HTTP",
             )

@@ -26,7 +26,7 @@ from rl_plane.protocol.serving_lease import Connection, ServingLease
 from rl_plane.protocol.subjects import FRONTEND_PREFIX
 from rl_plane.protocol.update_requests import FollowedReply, FollowRecord
 from rl_plane.protocol.validation import parse_body
-from rl_plane.protocol.worker_ops import AbortedInFrontend, AbortRequests
+from rl_plane.protocol.worker_ops import AbortedInFrontend, AbortInFrontend
 
 log = logging.getLogger("frontend.routing.routing_lease")
 
@@ -45,7 +45,7 @@ class FrontendLease:
         self.lease = ServingLease()
         """The lease, in loop seconds."""
         self._confirmed = asyncio.Event()
-        self.on_abort: Callable[[list[str] | None], AbortedInFrontend] = lambda names: AbortedInFrontend(
+        self.on_abort: Callable[[list[str] | None, bool], AbortedInFrontend] = lambda *_: AbortedInFrontend(
             aborted=0, made={}
         )
         """Called with the ids or names of the requests to abort (None: all)."""
@@ -161,8 +161,8 @@ class FrontendLease:
 
     def _do(self, request: Request) -> FollowedReply | AbortedInFrontend:
         if request.op == "abort_requests":
-            ask = parse_body(AbortRequests, request.body)
-            return self.on_abort(ask.request_ids)
+            ask = parse_body(AbortInFrontend, request.body)
+            return self.on_abort(ask.request_ids, ask.waiting)
         if request.op != "follow_record":
             raise Unsupported(
                 f"a frontend answers follow_record and abort_requests, not {request.op!r}",

@@ -30,11 +30,14 @@ class RunningChoice:
         self.worker, self.last_at = worker, now
         self.tries += 1
 
-    def to_wire(self, now: float) -> dict[str, Any]:
+    def to_wire(self, now: float, given: Callable[[str], list[str]]) -> dict[str, Any]:
+        """`given` returns the callers' names of a reply's id."""
         progress = self._progress
+        _, choice, reply = names_of(progress.request.id)
         spans = progress.labelled()
         return {
-            "id": names_of(progress.request.id)[1],
+            "id": choice,
+            "names": given(reply),
             "worker": self.worker,
             "tries": self.tries,
             "tokens": len(progress.token_ids),
@@ -50,6 +53,8 @@ class RunningRequests:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
+        self.given: Callable[[str], list[str]] = lambda reply: []
+        """Returns the names that callers have given the request with this reply."""
         self._choices: set[RunningChoice] = set()
 
     @contextmanager
@@ -63,14 +68,13 @@ class RunningRequests:
 
     def rows(self) -> list[dict[str, Any]]:
         now = self.clock()
-        return [choice.to_wire(now) for choice in self._choices]
+        return [choice.to_wire(now, self.given) for choice in self._choices]
 
 
 def listed_requests(running: Mapping[str, RunningRequests], begins: str = "") -> dict[str, Any]:
-    """Returns the choices whose id begins with `begins`, and the number of all of them. The choice that has waited
-    longest comes first. `running`: component → its choices."""
+    """Returns the choices of which the id, or a name that the caller gave, begins with `begins`, and the number of all
+    of them. The choice that has waited longest comes first. `running`: component → its choices."""
     rows = [{**row, "component": name} for name, one in running.items() for row in one.rows()]
-    rows = sorted(
-        (row for row in rows if row["id"].startswith(begins)), key=lambda row: -float(row["since_progress_s"])
-    )
+    rows = [row for row in rows if any(one.startswith(begins) for one in (row["id"], *row["names"]))]
+    rows.sort(key=lambda row: -float(row["since_progress_s"]))
     return {"status": "ok", "requests": rows[:MAX_LISTED], "count": len(rows)}

@@ -33,6 +33,7 @@ from rl_plane.bus.connect_errors import refusal_of, why_refused
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.nats_client import NatsClient
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PermissionDenied, PlaneError
+from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 from rl_plane.protocol.subjects import DEFAULT_NATS_URL, INBOX, Entry, KeyValueBucket
 
 log = logging.getLogger("rl_plane.bus.connection")
@@ -187,9 +188,10 @@ class Bus:
         credentials: NatsCredentials = NO_CREDENTIALS,
         *,
         ping_interval_s: float = PING_INTERVAL_S,
+        must_carry: int = MAX_MESSAGE_BYTES,
     ) -> Self:
         """Connects. BusUnreachable: no server answers within `wait_s`. Unauthorized: the server refuses this process,
-        or is not the right one."""
+        or is not the right one. InvalidRequest: the server takes no messages of `must_carry` bytes."""
         _check_url(url)
         bus = cls(url, name, credentials)
         bus._wait_s = wait_s
@@ -222,6 +224,7 @@ class Bus:
         bus._give_up_at = math.inf
         bus._connecting = False
         try:
+            bus._check_carries(must_carry)
             await bus.subscribe(f"{bus._inbox}.*", bus._replied)
             await bus.flush()
         except BaseException:
@@ -339,6 +342,14 @@ class Bus:
         caller waits for it any more."""
         if not self.nc.is_connected:
             raise BusUnreachable("the connection to NATS is down", retry_after_s=1.0)
+
+    def _check_carries(self, nbytes: int) -> None:
+        if (most := self.nc.max_payload) < nbytes:
+            raise InvalidRequest(
+                f"the server at {_without_password(self.url)} takes messages of at most {most} bytes",
+                field="nats_url",
+                fix=f"set max_payload of nats-server to {nbytes} or more",
+            )
 
     async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]], queue: str = "") -> Any:
         return await self.nc.subscribe(
@@ -590,9 +601,9 @@ class Bus:
             if what == subject.lower() and not end.done():
                 end.set_exception(error)
 
-        self._on_denial.append(denied)
         async with _translated(f"read the bucket {bucket.name}"):
             subscription = await self.subscribe(inbox, collect)
+            self._on_denial.append(denied)
             try:
                 while True:
                     start = entries[-1].sequence + 1 if entries else 1

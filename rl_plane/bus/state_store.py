@@ -9,8 +9,8 @@ from rl_plane.bus.entries import decoded, is_unreadable
 from rl_plane.errors import BusUnreachable
 from rl_plane.protocol.record import DecisionRecord, DesiredMemory, DesiredPause, UpdateSession
 from rl_plane.protocol.subjects import (
-    ADMISSION_PREFIX,
     DISABLED,
+    ENABLED,
     FRONTEND_PREFIX,
     MEMORY,
     PAUSE,
@@ -82,15 +82,16 @@ async def read_session(bus: Bus, state: KeyValueBucket) -> UpdateSession | None:
     return session_of(await bus.get(state, SESSION))
 
 
-async def read_disabled(bus: Bus, state: KeyValueBucket, instance_id: str) -> bool:
-    """Reads from the leader whether an operator has disabled the worker."""
-    return decoded(await bus.get(state, ADMISSION_PREFIX + instance_id), _decode_disabled) or False
+def admission_of(entry: Entry | None) -> bool | None:
+    """Whether an operator has opened the worker (True) or closed it. None: no operator has, or the store has lost the
+    key."""
+    return decoded(entry, _decode_admission)
 
 
-def _decode_disabled(value: bytes) -> bool:
-    if value != DISABLED:
-        raise ValueError(f"it is not {DISABLED.decode()!r}")
-    return True
+def _decode_admission(value: bytes) -> bool:
+    if value not in (ENABLED, DISABLED):
+        raise ValueError(f"it is neither {ENABLED.decode()!r} nor {DISABLED.decode()!r}")
+    return value == ENABLED
 
 
 async def read_frontends(bus: Bus, state: KeyValueBucket) -> list[str]:

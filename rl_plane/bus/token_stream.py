@@ -229,9 +229,8 @@ class Outbox:
 
     async def _send(self) -> None:
         waiting, self._waiting, self._size, self._sending = self._waiting, {}, 0, None
-        most = min(MAX_BUNDLE_BYTES, self._bus.nc.max_payload)
         for inbox, messages in waiting.items():
-            for key, packed in bundles(messages, most):
+            for key, packed in bundles(messages, MAX_BUNDLE_BYTES):
                 with contextlib.suppress(nats.errors.Error):
                     await self._bus.nc.publish(f"{inbox}.{key}", packed)
 
@@ -468,10 +467,9 @@ class StreamReceiver:
         self.bus.check_connected()
         key = secrets.token_hex(KEY_CHARS // 2)
         opening: bytes = msgpack.packb({**message, "kind": "open", "id": stream_id})
-        most = min(MAX_MESSAGE_BYTES, self.bus.nc.max_payload)
-        if len(opening) > most:
+        if len(opening) > MAX_MESSAGE_BYTES:
             raise PayloadTooLarge(
-                f"the request has {len(opening)} bytes; a NATS message carries {most}",
+                f"the request has {len(opening)} bytes; a NATS message carries {MAX_MESSAGE_BYTES}",
                 field="prompt",  # the only field of a request that grows so large
                 fix="send a shorter prompt",
             )

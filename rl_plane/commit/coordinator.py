@@ -28,18 +28,14 @@ from rl_plane.commit.steps import (
     BeginJournal,
     Done,
     End,
-    EndSession,
     Event,
     Failed,
     Instruction,
     Needs,
+    Put,
     RecordAcks,
     ResolveWrite,
     Result,
-    Save,
-    SaveCanaryHistory,
-    SavePause,
-    SaveSession,
     SendOp,
     Survey,
     Surveyed,
@@ -57,7 +53,7 @@ from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, TAKEOVER_S, DecisionRecord, newer
 from rl_plane.protocol.relay import SourceUse
-from rl_plane.protocol.subjects import CANARY_HISTORY, PAUSE, SESSION
+from rl_plane.protocol.subjects import CANARY_HISTORY, PAUSE
 
 log = logging.getLogger("rl_plane.commit.coordinator")
 
@@ -171,8 +167,13 @@ class Coordinator:
                 if phase == "decide" and self._journal is not None:
                     self._journal.decided(record)
                 return Written(written, self._record.sequence)
-            case BeginJournal() | SaveSession() | EndSession() | SavePause() | SaveCanaryHistory():
-                await self._save(instruction)
+            case BeginJournal(base):
+                if self._journal is not None:
+                    await self._journal.begin(base)
+                return Done()
+            case Put(_, key, value, ttl_s):
+                # An end is not a purge, which the server would take without the lock.
+                await self._held.put(key, value.encode() if value is not None else b"", ttl_s=ttl_s)
                 return Done()
             case WaitSilent():
                 await self._wait_silent(instruction)
@@ -359,23 +360,6 @@ class Coordinator:
                     fix="read the state; the workers follow the record by themselves",
                 )
             await asyncio.sleep(WATCH_S)
-
-    # ---- saving ----
-
-    async def _save(self, save: Save) -> None:
-        """Writes to the state bucket. The server takes these writes only while this coordinator holds the lock."""
-        match save:
-            case BeginJournal(base):
-                if self._journal is not None:
-                    await self._journal.begin(base)
-            case SavePause(pause):
-                await self._held.put(PAUSE, pause.encode())
-            case SaveCanaryHistory(history):
-                await self._held.put(CANARY_HISTORY, history.encode())
-            case SaveSession(session):
-                await self._held.put(SESSION, session.encode(), ttl_s=session.idle_s)
-            case EndSession():
-                await self._held.put(SESSION, b"")  # not a purge, which the server would take without the lock
 
 
 def _bound_s(instruction: Instruction) -> float | None:

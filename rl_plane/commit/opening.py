@@ -13,9 +13,8 @@ from rl_plane.commit.steps import (
     Answered,
     Instruction,
     Outcome,
+    Put,
     RecordAcks,
-    SaveCanaryHistory,
-    SavePause,
     WaitSilent,
     Watch,
     Write,
@@ -23,6 +22,7 @@ from rl_plane.commit.steps import (
 )
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, DecisionRecord, DesiredPause
+from rl_plane.protocol.subjects import CANARY_HISTORY, PAUSE
 from rl_plane.protocol.update_requests import UpdatePolicy
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 
@@ -35,7 +35,7 @@ def keep_paused(state: CommandState, record: DecisionRecord) -> Generator[Instru
     if record.keep_pause and state.seen.pause_written < record.fence:
         until = state.now + max(state.seen.pause.left_s(state.now), DEFAULT_PAUSE_LEASE_S)
         state.seen = replace(state.seen, pause=DesiredPause(True, record.pause_mode, until))
-        yield SavePause(state.seen.pause)
+        yield Put("pause", PAUSE, state.seen.pause)
         state.seen = replace(state.seen, pause_written=record.fence)
 
 
@@ -64,7 +64,8 @@ def open_record(state: CommandState, record: DecisionRecord) -> Generator[Instru
     # Scores that are served in spite of a failure (`warn`) are no measure for the time when this version returns.
     if canary is not None and settlement is not None and settlement.passed:
         digest = record.version.digest
-        yield SaveCanaryHistory(state.seen.history.with_values(digest, canary.sequences, canary.references))
+        history = state.seen.history.with_values(digest, canary.sequences, canary.references)
+        yield Put("open", CANARY_HISTORY, history)
     return opened
 
 

@@ -20,12 +20,12 @@ from rl_plane.commit.rules import (
 from rl_plane.commit.steps import (
     Answered,
     BeginJournal,
-    EndSession,
     Instruction,
     Members,
     Needs,
     Phase,
     Prepared,
+    Put,
     ResolveWrite,
     SendOp,
     Survey,
@@ -37,6 +37,7 @@ from rl_plane.errors import BusUnreachable, Locked, MembershipChanged, OutcomeUn
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.record import DecisionRecord, UpdateSession, VersionSource
 from rl_plane.protocol.relay import RelayAddress, RelayPlan, name_of_host
+from rl_plane.protocol.subjects import SESSION
 from rl_plane.protocol.update_requests import ReceiveRequest, UpdateWeights
 from rl_plane.protocol.worker_ops import OPEN_RELAY_S
 
@@ -61,7 +62,7 @@ def end_other_session(
     if session is None:
         return None
     if seen.record is not None and session.update_id == seen.record.update_id:
-        yield EndSession("clear")
+        yield Put("clear", SESSION, None)
         return session
     if continues is not None and continues(session):
         return session
@@ -73,7 +74,7 @@ def end_other_session(
             retry_after_s=1.0,
             fix="complete it, abort it, or wait until its idle limit ends it",
         )
-    yield EndSession("clear")  # first: what a session names should stay staged
+    yield Put("clear", SESSION, None)  # first: what a session names should stay staged
     yield from abort(state, session.update_id, "clear")
     return None
 

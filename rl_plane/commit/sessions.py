@@ -32,13 +32,12 @@ from rl_plane.commit.rules import (
 from rl_plane.commit.steps import (
     Answered,
     BeginJournal,
-    EndSession,
     Instruction,
     Members,
     Needs,
     PartReceived,
     Prepared,
-    SaveSession,
+    Put,
     SendOp,
     Survey,
 )
@@ -54,6 +53,7 @@ from rl_plane.errors import (
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.broadcast_plan import pieces
 from rl_plane.protocol.record import DecisionRecord, UpdateSession
+from rl_plane.protocol.subjects import SESSION
 from rl_plane.protocol.update_requests import Part, UpdatePolicy, UpdateWeights
 
 LEAST_PART_S = 1.0
@@ -97,11 +97,15 @@ def prepare_only(state: CommandState) -> Steps:
         state.command.session_idle_s + (int(body.policy.prepare_timeout_s) if body.pushed else 0),
     )
     try:
-        yield SaveSession(session)
+        yield _save(session)
     except PlaneError:
         yield from _give_up(state, update_id)
         raise
     return replace(prepared, session=session)
+
+
+def _save(session: UpdateSession) -> Put:
+    return Put("session", SESSION, session, session.idle_s)
 
 
 def receive_part(state: CommandState) -> Steps:
@@ -127,7 +131,7 @@ def receive_part(state: CommandState) -> Steps:
             version=state.command.version, pause_mode=state.command.pause_mode, kv=state.command.kv
         )
         session = replace(said, parts=session.parts + 1)
-        yield SaveSession(session)
+        yield _save(session)
     except PlaneError:
         yield from _give_up(state, session.update_id)
         raise
@@ -138,14 +142,14 @@ def label(state: CommandState) -> Steps:
     """Labels a prepared update. Any coordinator then commits it under this label."""
     session, _ = yield from _session(state, "it keeps that label")
     labelled = session.updated(version=state.command.version)
-    yield SaveSession(labelled)
+    yield _save(labelled)
     return labelled
 
 
 def abort_only(state: CommandState) -> Steps:
     """Drops a prepared update."""
     session, _ = yield from _session(state, "roll back to the version before, if it is not wanted")
-    yield EndSession("session")
+    yield Put("session", SESSION, None)
     yield from abort(state, session.update_id)
     return session
 
@@ -187,7 +191,7 @@ def complete(state: CommandState) -> Steps:
         yield from _give_up(state, session.update_id)
         raise
     try:
-        yield EndSession("session")
+        yield Put("session", SESSION, None)
     except (BusUnreachable, StaleFence):
         pass  # the next coordinator sees by the record that the session is over
     return (yield from carry_out(state, decided, prepared, body.policy))
@@ -237,7 +241,7 @@ def _give_up(state: CommandState, update_id: str) -> Generator[Instruction, Any,
     """Ends an update that waits for another call. The session ends first: what a session names should stay staged. A
     worker whose failure has ended the update may have dropped it before."""
     try:
-        yield EndSession("session")
+        yield Put("session", SESSION, None)
     except PlaneError:
         return  # the shell has logged it
     yield from abort(state, update_id)

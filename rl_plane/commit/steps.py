@@ -20,6 +20,7 @@ from rl_plane.protocol.record import (
     UpdateSession,
     VersionSource,
 )
+from rl_plane.protocol.stored import Stored
 from rl_plane.protocol.update_requests import Part, UpdateWeights
 from rl_plane.protocol.versions import WeightVersion
 
@@ -126,34 +127,15 @@ class BeginJournal:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveSession:
-    """Saves an update that waits for another call. → Done"""
-
-    session: UpdateSession
-    phase: Phase = "session"
-
-
-@dataclass(frozen=True, slots=True)
-class EndSession:
-    """Removes the session: the update waits for no call any more. → Done"""
+class Put:
+    """Writes a key of the state bucket. NATS takes it only while this coordinator holds the lock. → Done"""
 
     phase: Phase
-
-
-@dataclass(frozen=True, slots=True)
-class SavePause:
-    """Saves the desired pause of the fleet. → Done"""
-
-    pause: DesiredPause
-    phase: Phase = "pause"
-
-
-@dataclass(frozen=True, slots=True)
-class SaveCanaryHistory:
-    """Saves the scores that the served versions had. → Done"""
-
-    history: CanaryHistory
-    phase: Phase = "open"
+    key: str
+    value: Stored | None
+    """None: the key's session has ended, and the update waits for no call any more."""
+    ttl_s: int | None = None
+    """The seconds after which the key expires. None: it stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +164,7 @@ class End:
     phase: Phase = "end"
 
 
-Save = BeginJournal | SaveSession | EndSession | SavePause | SaveCanaryHistory
-Instruction = Survey | ResolveWrite | SendOp | Announce | Write | Save | WaitSilent | Watch | End
+Instruction = Survey | ResolveWrite | SendOp | Announce | Write | BeginJournal | Put | WaitSilent | Watch | End
 
 # ---- events ----
 

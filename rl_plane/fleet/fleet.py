@@ -65,7 +65,7 @@ from rl_plane.protocol import update_requests, worker_ops
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
 from rl_plane.protocol.fleet_reply_types import LeftWorker, RunningUpdate, StartingWorker
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
-from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, MEMORY, PAUSE, Subjects, check_name
+from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, ENABLED, MEMORY, PAUSE, Subjects, check_name
 from rl_plane.protocol.trainer_groups import FORM_MARGIN_S, JOIN_TORCH_S
 from rl_plane.protocol.validation import Empty, parse_body, same_values
 
@@ -375,8 +375,9 @@ class Fleet:
         does the same. If the call fails, the desired pause before it is stored again."""
         snapshot = await members_of(call)
         async with self.client.lock(call.view) as held:
-            for instance_id in (call.select.workers or []) if admission is not None else []:
-                await held.put(ADMISSION_PREFIX + instance_id, admission or b"")
+            if admission is not None:
+                for instance_id in call.select.workers or []:
+                    await held.put(ADMISSION_PREFIX + instance_id, admission)
             if desired is None or call.select.workers is not None:
                 return await self._on_each(call, op, body, held, snapshot)
             earlier = await read_pause(self.client.bus, call.view.subjects.state)
@@ -393,9 +394,7 @@ class Fleet:
     ) -> dict[str, Any]:
         component, workers = call.view.subjects.component, call.select.workers
         for _ in range(LOST_RETRIES):
-            out = await self.client.call_all(
-                op, body, workers=workers, component=component, empty="ok", held=held, request_id=call.request_id
-            )
+            out = await self.client.call_all(op, body, workers=workers, component=component, empty="ok", held=held)
             # An unpinned call means the fleet without the workers that die during it. The op is repeated on the others:
             # ops are idempotent.
             if workers is not None or call.pinned or not any(row.lost for row in out.rows):
@@ -513,7 +512,7 @@ class Fleet:
             call = replace(call, select=call.select.model_copy(update={"min_workers": 0}))
         await members_of(call)
         waiting, silent = 0, list[str]()
-        if call.select.workers is None:
+        if call.select.workers is None or call.body.request_ids is not None:
             waiting, silent, made = await self._abort_waiting(call)
             if made:
                 ids = [one for name in call.body.request_ids or () for one in made.get(name, [name])]
@@ -521,7 +520,8 @@ class Fleet:
         reply = {**await self._change(call), "waiting": waiting}
         if silent:
             raise Unavailable(
-                f"{len(silent)} frontends did not answer within {FRONTENDS_S:g} s; requests that wait there continue",
+                f"{len(silent)} frontends did not answer within {FRONTENDS_S:g} s; requests that only they know "
+                "continue",
                 frontends=silent,
                 fix="ask again: requests that have ended stay ended",
                 retry_after_s=1.0,
@@ -530,9 +530,10 @@ class Fleet:
         return reply
 
     async def _abort_waiting(self, call: FleetCall[Any]) -> tuple[int, list[str], dict[str, list[str]]]:
-        """Ends the waiting choices. Returns their number, the frontends that did not answer, and the workers' ids of
-        the requests that callers have named."""
-        replies = await self.client.ask_frontends(call.view, "abort_requests", call.fields, FRONTENDS_S)
+        """Ends the waiting choices, unless the call means some workers only. Returns their number, the frontends that
+        did not answer, and the workers' ids of the requests that callers have named."""
+        body = {**call.fields, "waiting": call.select.workers is None}
+        replies = await self.client.ask_frontends(call.view, "abort_requests", body, FRONTENDS_S)
         done = {key: reply for key, reply in replies.items() if reply is not None and reply.get("status") == "ok"}
         count, made = 0, dict[str, list[str]]()
         for reply in done.values():
@@ -546,4 +547,4 @@ class Fleet:
             raise InvalidRequest("name the workers", field="workers", fix="workers: [instance_id]")
         is_open = call.op.name == "enable"
         body = {"open": is_open}
-        return await self._on_all(call, call.op.worker_op, body, admission=b"" if is_open else DISABLED)
+        return await self._on_all(call, call.op.worker_op, body, admission=ENABLED if is_open else DISABLED)

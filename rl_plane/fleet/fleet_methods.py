@@ -222,10 +222,10 @@ class FleetMethods:
 
         Args:
             request_ids: The ids of replies, the callers' own names of requests, or single choices (`<id>-<index>`).
-                Together with `workers` only ids count, because no frontend is asked. None: all requests.
+                None: all requests.
 
         Raises:
-            Unavailable: a frontend has not answered; requests that wait there continue.
+            Unavailable: a frontend has not answered; requests that only it knows continue.
         """
         ids = None if request_ids is None else list(request_ids)
         return FleetRequest("abort_requests", _given(request_ids=ids, **select))

@@ -266,7 +266,6 @@ class WorkerCalls:
         component: str | None = None,
         timeout_s: float | None = None,
         held: HeldLock | None = None,
-        request_id: str = "",
     ) -> WorkerReply:
         """Asks one worker for an op of `worker_ops.OPS`, and raises the worker's error.
 
@@ -278,8 +277,7 @@ class WorkerCalls:
             body: The op's fields.
             component: The worker's component. None: this client's.
             timeout_s: Seconds for the worker's answer. None: the op's own time-out.
-            held: The lock, if the caller holds it already.
-            request_id: An id that the worker may log."""
+            held: The lock, if the caller holds it already."""
         check_instance_id("instance_id", instance_id)
         spec = op_named(op)
         check_timeout("timeout_s", timeout_s)
@@ -288,7 +286,7 @@ class WorkerCalls:
         if not member:
             raise not_a_member(instance_id)
         async with self._fenced(spec, view, held) as lock:
-            request = _checked_request(spec, body, timeout_s, lock, request_id)
+            request = _checked_request(spec, body, timeout_s, lock)
             rows = await self._send(view, [member], request, timeout_s or spec.timeout_s)
         if (error := rows[0].error) is not None:
             raise error
@@ -304,10 +302,8 @@ class WorkerCalls:
         epoch: int | None = None,
         fingerprint: str | None = None,
         timeout_s: float | None = None,
-        retries: int = 0,
         empty: EmptyFleet = "error",
         held: HeldLock | None = None,
-        request_id: str = "",
     ) -> FanOut:
         """Asks every engine directly, and returns a row for each. A worker's error is a row.
 
@@ -320,11 +316,9 @@ class WorkerCalls:
             component: The workers' component. None: this client's.
             epoch, fingerprint: The fleet that the caller means. MembershipChanged if the fleet is another one before or
                 after the call.
-            timeout_s: Seconds for each of 1 + `retries` attempts. None: the op's own time-out.
-            retries: How often a silent worker is asked again.
+            timeout_s: Seconds for the workers' answers. None: the op's own time-out.
             empty: `error` raises NoWorkers if the fleet has no worker.
-            held: The lock, if the caller holds it already.
-            request_id: An id that the workers may log."""
+            held: The lock, if the caller holds it already."""
         spec = op_named(op)
         check_timeout("timeout_s", timeout_s)
         view = await self.view(component)
@@ -341,8 +335,8 @@ class WorkerCalls:
             )
         start = time.monotonic()
         async with self._fenced(spec, view, held) as lock:
-            request = _checked_request(spec, body, (timeout_s or spec.timeout_s) * (1 + retries), lock, request_id)
-            rows = await self._send(view, members, request, timeout_s or spec.timeout_s, retries)
+            request = _checked_request(spec, body, timeout_s, lock)
+            rows = await self._send(view, members, request, timeout_s or spec.timeout_s)
         if pinned:
             check_pin(await view.barrier(), epoch, fingerprint)
         return FanOut(snapshot, rows, time.monotonic() - start)
@@ -363,7 +357,7 @@ class WorkerCalls:
         `held` is the coordinator's lock; a changing op needs it. `on_row` gets each row when it arrives; it must not
         raise. `each`: more fields of a worker's body, by its id."""
         spec = op_named(op)
-        request = _request(spec, body, timeout_s, held if spec.changes else None, "")
+        request = _request(spec, body, timeout_s, held if spec.changes else None)
         return await self._send(
             view, members, request, timeout_s or spec.timeout_s, on_row=on_row, each=each or {}
         )
@@ -394,7 +388,6 @@ class WorkerCalls:
         members: Sequence[Member],
         request: Request,
         timeout_s: float,
-        retries: int = 0,
         on_row: Callable[[WorkerReply], None] | None = None,
         each: Mapping[str, Mapping[str, Any]] = NOTHING_MORE,
     ) -> list[WorkerReply]:
@@ -427,11 +420,7 @@ class WorkerCalls:
         stop = view.listen(_follow(self._gather, scatter, members))
         try:
             self._catch_up(view, scatter, members)  # in a large fleet, sending has taken some time
-            for attempt in range(1 + retries):
-                asked = attempt == 0 or await scatter.ask_again()
-                if await _answered(scatter, timeout_s, asked):
-                    break
-            else:
+            if not await _answered(scatter, timeout_s):
                 await self._last_look(view, scatter, members)
         finally:
             stop()
@@ -462,31 +451,26 @@ class WorkerCalls:
 
 
 def _checked_request(
-    spec: Op, body: dict[str, Any] | None, timeout_s: float | None, lock: HeldLock | None, request_id: str
+    spec: Op, body: dict[str, Any] | None, timeout_s: float | None, lock: HeldLock | None
 ) -> Request:
     """The request of a body that a caller has given. InvalidRequest before any worker is asked, if it is wrong."""
     parse_body(spec.request, body or {})
-    return _request(spec, body, timeout_s, lock, request_id)
+    return _request(spec, body, timeout_s, lock)
 
 
-def _request(
-    spec: Op, body: dict[str, Any] | None, timeout_s: float | None, lock: HeldLock | None, request_id: str
-) -> Request:
+def _request(spec: Op, body: dict[str, Any] | None, timeout_s: float | None, lock: HeldLock | None) -> Request:
     return Request(
         op=spec.name,
         body=body or {},
-        id=request_id,
         fence=lock.fence if lock else None,
         timeout_ms=int((timeout_s or spec.timeout_s) * 1000) if spec.changes else None,
     )
 
 
-async def _answered(scatter: Scatter, timeout_s: float, asked: bool) -> bool:
+async def _answered(scatter: Scatter, timeout_s: float) -> bool:
     """Waits for all answers, at most `timeout_s`, and asks silent workers again meanwhile: a worker carries out once
-    what comes again. Returns whether all answers have come.
-
-    `asked`: the messages are sent. False: they are to be sent once the workers must have reconnected."""
-    give_up = time.monotonic() + timeout_s
+    what comes again. Returns whether all answers have come."""
+    give_up, asked = time.monotonic() + timeout_s, True  # not asked: once the workers must have reconnected
     while not await scatter.wait(min(ASK_AGAIN_S if asked else RECONNECT_GRACE_S, give_up - time.monotonic())):
         if time.monotonic() >= give_up:
             return False

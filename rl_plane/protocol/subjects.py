@@ -249,7 +249,8 @@ FRONTEND_PREFIX = "frontend."
 """State bucket: `frontend.<id>` is a frontend that delivers tokens. It expires when the frontend is gone."""
 
 ADMISSION_PREFIX = "admission."
-"""State bucket: `admission.<instance_id>` is DISABLED for a worker that an operator has disabled. It is empty for a
+"""State bucket: `admission.<instance_id>` is DISABLED for a worker that an operator has disabled, and ENABLED for a
 worker that an operator has enabled again."""
 
 DISABLED = b"disabled"
+ENABLED = b"enabled"

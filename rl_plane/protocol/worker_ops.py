@@ -100,7 +100,7 @@ class EngineLoadReply(TypedDict):
     preemptions: int | None
     """The requests that have lost their KV to others since the engine started. None: the engine does not count them."""
     tokens_per_s: float | None
-    """The rate at which the engine makes tokens. None: the engine does not tell it."""
+    """The rate at which the engine makes tokens. None: the engine does not report it."""
 
 
 class UpdateOnWorker(TypedDict):
@@ -281,7 +281,7 @@ class DescribeReply(TypedDict):
     max_lora_rank: int | None
     """The highest rank of an adapter. None allows any."""
     kv_tokens: int | None
-    """The tokens that the KV cache has room for. None: the engine does not tell it."""
+    """The tokens that the KV cache has room for. None: the engine does not report it."""
     logprobs_mode: LogprobsMode
     """Whether the logprobs of a completion are of the raw logits, or of the logits that the token was drawn from."""
     max_prompt_top_logprobs: int
@@ -343,7 +343,12 @@ class FlushReply(TypedDict):
 class AbortRequests(Body):
     request_ids: list[str] | None = Field(None, max_length=10_000)
     """The id of a reply, or the caller's own name of the request, for all of its choices; with `-<index>` for one
-    choice. Together with `workers` only ids count, because no frontend is asked. None: all requests."""
+    choice. None: all requests."""
+
+
+class AbortInFrontend(AbortRequests):
+    waiting: bool = True
+    """Ends the choices that wait there for a worker. False: the call means some workers only."""
 
 
 class AbortedReply(TypedDict):

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from frontend.server.options import FrontendOptions
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.server import NatsServer
 from rl_plane.cli import main
 from rl_plane.cli.settings import SETTINGS
+from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.subjects import Subjects
 from tests.conftest import Plane
 from tests.support.frontend_here import started
@@ -86,6 +89,28 @@ async def test_the_fleet_is_examined_over_nats_without_a_frontend(
     code, checks = await doctor(capsys, "--nats-url", "nats://127.0.0.1:1", "--namespace", plane.namespace)
     assert code == 1
     assert {one["check"] for one in checks if one["level"] == "error"} == {"NATS", "workers"}
+
+
+async def test_a_server_that_takes_only_small_messages_is_refused_and_examined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise each longer answer would be lost, and its caller would only see a time-out."""
+    config = tmp_path / "nats.conf"
+    config.write_text("max_payload: 64KB")
+    server = NatsServer(config=config)
+    server.start()
+    try:
+        with pytest.raises(InvalidRequest, match="messages of at most 65536 bytes") as refused:
+            await Bus.connect(server.url)
+        assert refused.value.facts["field"] == "nats_url"
+        assert "max_payload" in refused.value.facts["fix"]
+        code, checks = await doctor(capsys, "--nats-url", server.url)
+        assert code == 1
+        found = {one["words"]: one["level"] for one in checks}
+        assert found["max_payload is 65.5 kB"] == "error"
+        assert any(words.startswith("it is on") for words in found), "JetStream is examined too"
+    finally:
+        server.stop()
 
 
 async def test_a_worker_describes_its_machine_only_if_it_is_asked(plane: Plane) -> None:

@@ -202,7 +202,11 @@ async def test_a_running_request_is_explained(plane: Plane, operator: Operator) 
         assert about["nats"]["connected"]
         assert about["key"] == {"id": "", "role": "admin"}
         generate = asyncio.create_task(
-            rl.post(f"{operator.http_url}/v1/completions", json={"prompt_token_ids": [5, 6], "max_tokens": 4000})
+            rl.post(
+                f"{operator.http_url}/v1/completions",
+                json={"prompt_token_ids": [5, 6], "max_tokens": 4000},
+                headers={"X-Request-Id": "rollout 7"},
+            )
         )
 
         async def runs() -> dict[str, Any] | None:
@@ -214,6 +218,8 @@ async def test_a_running_request_is_explained(plane: Plane, operator: Operator) 
         found = await operator.explain(row["id"][:12])
         assert (found["kind"], found["id"]) == ("request", row["id"])
         assert f"is on worker {worker.instance_id}" in found["findings"][0]["cause"]
+        assert row["names"] == ["rollout 7"]
+        assert (await operator.explain("rollout 7"))["id"] == row["id"]
         assert (await rl.post("/v1/rl/abort_requests")).status_code == 200
         assert (await generate).status_code == 200
         assert (await rl.get("/v1/rl/requests")).json() == {"status": "ok", "requests": [], "count": 0}

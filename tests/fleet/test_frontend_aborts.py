@@ -176,6 +176,30 @@ async def test_one_request_that_waits_ends_by_its_callers_name(plane: Plane) -> 
         assert (await tasks["other"]).json()["meta_info"]["finish_reason"]["type"] == "length"
 
 
+async def test_an_abort_on_one_worker_knows_the_callers_names(plane: Plane) -> None:
+    worker, client = plane.spawn(token_delay_s=0.05), await plane.client()
+    here = {"workers": [worker.instance_id], "request_ids": ["mine"]}
+    asked = {"token_ids": PROMPT, "request_id": "mine", "sampling_params": {"max_tokens": LONG}}
+    async with facade(plane) as http:
+
+        async def ended() -> bool:
+            return bool((await client.run("abort_requests", here))["workers"][0]["aborted"])
+
+        async def waiting() -> bool:
+            return bool((await http.get("/v1/rl/requests")).json()["requests"])
+
+        running = asyncio.create_task(http.post("/inference/v1/generate", json=asked))
+        await plane.until(ended)
+        assert (await running).json()["choices"][0]["finish_reason"] == "abort"
+        await client.run("disable", {"workers": [worker.instance_id]})
+        waits = asyncio.create_task(http.post("/inference/v1/generate", json=asked))
+        await plane.until(waiting)
+        assert (await client.run("abort_requests", here))["waiting"] == 0, "it is on no worker"
+        assert not waits.done()
+        assert (await client.run("abort_requests", {"request_ids": ["mine"]}))["waiting"] == 1
+        assert (await waits).json()["choices"][0]["finish_reason"] == "abort"
+
+
 @pytest.mark.parametrize(
     ("stage", "streams", "choices"),
     [

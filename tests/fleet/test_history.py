@@ -467,10 +467,10 @@ async def test_without_the_lock_nothing_is_written(plane: Plane, monkeypatch: py
     plane.spawn()
     real = HeldLock.put
 
-    async def lost(self: HeldLock, key: str, value: bytes) -> int:
+    async def lost(self: HeldLock, key: str, value: bytes, **more: Any) -> int:
         if key.startswith(HISTORY_PREFIX) and json.loads(value)["outcome"] != "running":
             raise StaleFence("taken over")
-        return await real(self, key, value)
+        return await real(self, key, value, **more)
 
     state = client.subjects().state
     # The entry of sequence 0 is made final by the first update, which is let through.

@@ -331,6 +331,25 @@ async def joined_again(plane: Plane, client: RlClient, worker: Spawned) -> None:
     await client.run("flush_cache", {"workers": [worker.instance_id]})  # waits until it has also done what it read
 
 
+async def test_a_worker_that_missed_enable_opens_when_it_is_back(plane: Plane) -> None:
+    client = await plane.client()
+    _, two = plane.spawn_many(2)
+    await client.wait_for(2)
+    workers, view = {"workers": [two.instance_id]}, await client.view()
+    await client.run("disable", workers)
+    two.stop()
+    with pytest.raises(PlaneError):
+        await client.run("enable", workers)
+    assert await view.wait_until(lambda now: len(now) == 1, 40)
+    two.go_on()
+    await client.wait_for(2, 20)
+
+    async def is_open() -> bool:
+        return bool((await state_of(client, two.instance_id))["admission"]["open"])
+
+    await plane.until(is_open, 30)
+
+
 async def pauses(client: RlClient, *ids: str) -> list[str]:
     return [(await state_of(client, one))["pause_state"] for one in ids]
 

@@ -663,8 +663,8 @@ MUTANTS = [
     Mutant(
         "session: what it names is dropped before it",
         "rl_plane/commit/sessions.py",
-        '    try:\n        yield EndSession("session")\n    except PlaneError:\n        return  # the shell has logged it\n    yield from abort(state, update_id)\n',
-        '    yield from abort(state, update_id)\n    yield EndSession("session")\n',
+        '    try:\n        yield Put("session", SESSION, None)\n    except PlaneError:\n        return  # the shell has logged it\n    yield from abort(state, update_id)\n',
+        '    yield from abort(state, update_id)\n    yield Put("session", SESSION, None)\n',
         SESSIONS + "an_uncertain_session_is_ended_before_its_staged_weights_are_aborted",
     ),
     Mutant(

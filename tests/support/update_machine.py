@@ -18,6 +18,7 @@ from rl_plane.commit.steps import (
     Instruction,
     Outcome,
     Prepared,
+    Put,
     RecordAcks,
     ResolveWrite,
     SendOp,
@@ -203,6 +204,10 @@ class Driver:
         found = self.all(kind, phase)
         assert len(found) == 1, self.trace
         return found[0]
+
+    def put(self, key: str) -> list[Any]:
+        """The values that were written to a key of the state bucket. None: the end of a session."""
+        return [one.value for one in self.all(Put) if one.key == key]
 
     @property
     def decided(self) -> DecisionRecord:

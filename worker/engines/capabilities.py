@@ -18,7 +18,7 @@ from rl_plane.errors import Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.pooling import lacking_tasks
 from rl_plane.protocol.versions import WeightVersion
-from rl_plane.protocol.worker_ops import ParsedToolCalls, Tokenize
+from rl_plane.protocol.worker_ops import EngineLoadReply, ParsedToolCalls, Tokenize
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
 
 CheckAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
@@ -43,28 +43,12 @@ WHOLE = CheckScope()
 """Every tensor, and one checksum for all."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """The load of an engine, in its own counts."""
-
-    running: int
-    """The requests in the engine's batch."""
-    waiting: int
-    """The requests that wait for a place in the batch."""
-    kv_usage: float
-    """The part of the KV cache that is in use, from 0 to 1."""
-    preemptions: int | None = None
-    """The requests that have lost their KV to others since the engine started. None: the engine does not count them."""
-    tokens_per_s: float | None = None
-    """The rate at which the engine makes tokens. None: the engine does not report it."""
-
-
 @runtime_checkable
 class CanReportLoad(Protocol):
     """Reports its load beyond what `EngineAdapter.load` says. No op needs it: metrics show it."""
 
     @abstractmethod
-    async def engine_load(self) -> EngineLoad | None:
+    async def engine_load(self) -> EngineLoadReply | None:
         """The load now, or None if it is not known. It may wait for a step of the engine."""
 
 

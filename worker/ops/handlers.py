@@ -327,7 +327,13 @@ class OpHandlers:
     # ---- admission ----
 
     def _set_admission(self, body: worker_ops.SetAdmission, fence: int) -> worker_ops.AdmissionState:
-        if body.open:
+        self.core.state.admission_fence = fence
+        self.admit(body.open)
+        return self.core.state.admission()
+
+    def admit(self, is_open: bool) -> None:
+        """Opens or closes the worker as an operator has asked. Other reasons keep it closed."""
+        if is_open:
             self.core.state.open("disabled")
             self.core.state.open("draining")
             self.core.enabled()  # heals at once, without the wait between two tries
@@ -335,7 +341,6 @@ class OpHandlers:
         else:
             self.core.state.close("disabled")
         self.tell()
-        return self.core.state.admission()
 
     async def _drain_now(self, body: worker_ops.Drain, fence: int) -> worker_ops.DrainReply:
         drained = await self.drain(body.timeout_s)

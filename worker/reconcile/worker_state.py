@@ -116,6 +116,8 @@ class WorkerState:
     """Monotonic seconds at which the pause's lease ends."""
     pause_fence: int = 0
     """The fence of the last call that paused or resumed this worker. 0: there was none."""
+    admission_fence: int = 0
+    """The fence of the last call that opened or closed this worker for an operator. 0: there was none."""
     lease: ServingLease = field(default_factory=ServingLease)
     """The worker admits requests while this lease holds. In monotonic seconds."""
     released: set[str] = field(default_factory=set)

@@ -50,7 +50,7 @@ async def _ask(
     login = keys.load()
     shown: dict[str, Any] = {"url": url.rpartition("@")[2], "role": login.role, "key": login.public}
     try:
-        bus = await Bus.connect(url, "rl-plane doctor", CONNECT_S, keys)
+        bus = await Bus.connect(url, "rl-plane doctor", CONNECT_S, keys, must_carry=0)
     except PlaneError as error:
         return NatsFacts(**shown, error=error.to_wire()), None, error.to_wire() if body is not None else None
     try:

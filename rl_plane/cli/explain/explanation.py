@@ -82,7 +82,9 @@ def identify(facts: KnownFacts, given: str) -> tuple[str, str]:
     for update in [facts.update, *facts.updates]:
         if update is not None and update["label"] == given and update["update_id"]:
             return "update", str(update["update_id"])
-    begins = [one for one in ids if given and one[1].startswith(given)]
+    # a caller's own name of one or several requests
+    named = {("request", names_of(str(row["id"]))[-1]) for row in facts.requests if given in row["names"]}
+    begins = [one for one in ids if given and one[1].startswith(given)] or sorted(named)
     if len(begins) == 1:
         return begins[0]
     if begins and len(whole := {(kind, names_of(one)[-1]) for kind, one in begins}) == 1:

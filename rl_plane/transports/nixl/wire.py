@@ -99,7 +99,9 @@ def in_reach(source: Any) -> bool:
 def _ucx_settings(host: str) -> Iterator[None]:
     """Keeps UCX from other IP interfaces than the one of `host`, since over TCP it listens on each that it may use, and
     from reads over TCP. A variable that the operator has set stays. RDMA devices are not affected."""
-    others = other_interfaces(host)
+    import psutil
+
+    others = other_interfaces(host, psutil.net_if_addrs())
     wanted = {EMULATION: "n", **({NET_DEVICES: "^" + ",".join(others)} if others else {})}
     with _environment:
         missing = {name: value for name, value in wanted.items() if name not in os.environ}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import gc
 import json
 import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import nkeys
@@ -18,6 +20,8 @@ import pytest
 
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
+from rl_plane.errors import BusUnreachable
+from rl_plane.protocol.subjects import Subjects
 
 BOUND_S = 10.0
 INFO = {"server_id": "S", "version": "2.15.1", "max_payload": 1 << 20, "headers": True, "proto": 1, "nonce": "n"}
@@ -100,6 +104,16 @@ async def test_a_connection_that_the_server_ends_by_an_error_is_opened_again(
         assert len(server.connects) == 2
     assert f"NATS has ended a connection: {error.lower()}" in caplog.messages
     assert "worker-a: the connection to NATS is lost; reconnecting" in caplog.messages
+
+
+async def test_a_read_that_can_not_begin_leaves_no_callback() -> None:
+    async with connected() as (_, bus):
+        await bus.close()
+        with pytest.raises(BusUnreachable):
+            await bus.list_keys(Subjects("n", "c").state, ">")
+        gc.collect()
+        functions = [one for one in gc.get_objects() if isinstance(one, FunctionType)]
+        assert not [one for one in functions if one.__qualname__.endswith("_batch_get.<locals>.denied")]
 
 
 async def test_a_reconnect_proves_the_token_that_the_file_has_then(tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ def test_the_last_update_is_a_finding_if_it_failed() -> None:
 def test_a_request_without_a_worker_or_a_token_is_a_finding() -> None:
     row: dict[str, Any] = {
         "id": "req-1",
+        "names": [],
         "worker": None,
         "tries": 2,
         "tokens": 0,
@@ -247,6 +248,7 @@ def test_an_ended_request_is_explained_by_its_record() -> None:
 
 def test_a_request_of_several_choices_is_explained_as_one() -> None:
     row: dict[str, Any] = {
+        "names": ["rollout 7"],
         "worker": ONE,
         "tries": 1,
         "tokens": 7,
@@ -267,7 +269,9 @@ def test_a_request_of_several_choices_is_explained_as_one() -> None:
     running = [{**row, "id": "cmpl-a-0"}, {**row, "id": "cmpl-a-1", "worker": None, "elapsed_s": 30.0}]
     ended = [{**record, "id": "cmpl-a-2"}, {**record, "id": "cmpl-a-3", "index": 3}]
     facts = known(worker_row(ONE), requests=running, records=ended)
-    for given in ("cmpl-a", "cmpl"):
+    with pytest.raises(InvalidRequest, match="may mean request cmpl-a, request cmpl-b"):
+        explain(known(requests=[*running, {**row, "id": "cmpl-b"}]), "rollout 7")
+    for given in ("cmpl-a", "cmpl", "rollout 7"):
         found = explain(facts, given)
         assert (found.kind, found.id, found.now) == ("request", "cmpl-a", "request cmpl-a runs since 30 s")
         assert {one.subject for one in found.findings} == {"cmpl-a-0", "cmpl-a-1"}
@@ -281,7 +285,7 @@ def test_a_request_of_several_choices_is_explained_as_one() -> None:
 
 
 def test_an_id_is_recognised_by_its_beginning_or_its_label() -> None:
-    requests = [{"id": "aaaa-request", "worker": ONE}]
+    requests = [{"id": "aaaa-request", "names": [], "worker": ONE}]
     facts = known(worker_row(ONE), left=(left_worker(),), updates=[ended_update()], requests=requests)
     assert identify(facts, TWO[:4]) == ("worker", TWO)
     assert identify(facts, ONE) == ("worker", ONE)

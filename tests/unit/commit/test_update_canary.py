@@ -12,7 +12,6 @@ from rl_plane.commit.steps import (
     Announce,
     Answered,
     Failed,
-    SaveCanaryHistory,
     SendOp,
     UpdateCommand,
     Watch,
@@ -31,6 +30,7 @@ from rl_plane.protocol.canary import CanaryRecord, engine_kind
 from rl_plane.protocol.record import (
     DecisionRecord,
 )
+from rl_plane.protocol.subjects import CANARY_HISTORY
 from rl_plane.protocol.update_requests import Part
 from tests.support.update_machine import (
     FENCE,
@@ -116,8 +116,7 @@ def test_a_worker_with_other_canary_scores_is_excluded_and_the_version_opens_wit
     assert opened.canary is not None
     assert opened.canary.references == {KIND: ((-1.0, -2.0),)}
     assert driver.one(Announce, "open").record == opened
-    history = driver.one(SaveCanaryHistory).history
-    assert history is not None
+    (history,) = driver.put(CANARY_HISTORY)
     assert history.values(NEW, opened.canary.sequences) == opened.canary.references
 
 
@@ -177,7 +176,7 @@ def test_in_a_rolling_update_with_warn_the_first_failed_workers_do_not_judge_the
     assert outcome.canary is not None
     assert "warning" not in outcome.canary
     assert [one.expected for one in written(driver)] == [((-1.0, -2.0),)] * len(driver.all(Write))
-    history = driver.one(SaveCanaryHistory).history
+    (history,) = driver.put(CANARY_HISTORY)
     assert history.values(NEW, ((1, 2, 3),)) == {KIND: ((-1.0, -2.0),)}
 
 
@@ -191,7 +190,7 @@ def test_a_rolling_update_that_every_worker_fails_is_served_with_a_warning_if_th
     *before, last = (one.overruled for one in written(driver))
     assert not any(before)
     assert last
-    assert not driver.all(SaveCanaryHistory), "values that failed are no measure for later"
+    assert not driver.put(CANARY_HISTORY), "values that failed are no measure for later"
 
 
 def test_an_adapter_over_weights_whose_failure_was_overruled_saves_none_of_their_values() -> None:
@@ -200,7 +199,7 @@ def test_an_adapter_over_weights_whose_failure_was_overruled_saves_none_of_their
     base = replace(first.all(Write)[-1].record, update_id="u8")
     driver = Driver(lora("load"), base, commit=scored(-5.0, -5.0, -5.0))
     outcome = driver.outcome()
-    assert not driver.all(SaveCanaryHistory)
+    assert not driver.put(CANARY_HISTORY)
     assert outcome.canary is not None
     assert warned.canary is not None
     assert outcome.canary["warning"] == warned.canary["warning"]

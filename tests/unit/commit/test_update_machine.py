@@ -15,7 +15,6 @@ from rl_plane.commit.steps import (
     Answered,
     BeginJournal,
     RecordAcks,
-    SavePause,
     SendOp,
     UpdateCommand,
     WaitSilent,
@@ -40,6 +39,7 @@ from rl_plane.protocol.record import (
     DesiredPause,
     VersionSource,
 )
+from rl_plane.protocol.subjects import PAUSE
 from rl_plane.protocol.update_requests import UpdateWeights
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
@@ -170,7 +170,7 @@ def test_keep_pause_is_noted_once_it_is_decided() -> None:
     driver = Driver(update(policy={"keep_pause": True, "pause_mode": "abort"}))
     driver.outcome()
     assert driver.phases == [*WHOLE[:4], "pause", *WHOLE[4:]]
-    assert driver.one(SavePause).pause == DesiredPause(True, "abort", NOW + DEFAULT_PAUSE_LEASE_S)
+    assert driver.put(PAUSE) == [DesiredPause(True, "abort", NOW + DEFAULT_PAUSE_LEASE_S)]
     assert driver.one(Write, "decide").record.keep_pause
 
 
@@ -457,8 +457,7 @@ def test_a_pause_whose_write_is_lost_is_saved_before_the_record_is_final() -> No
     driver = Driver(update(policy={"keep_pause": True, "barrier": "rolling"}), pause=[LOST, None])
     driver.outcome()
     assert driver.phases[-5:] == ["survey", "pause", "open", "watch", "open"]
-    pauses = [one.pause for one in driver.all(SavePause)]
-    assert pauses == [DesiredPause(True, "keep", NOW + DEFAULT_PAUSE_LEASE_S)] * 2
+    assert driver.put(PAUSE) == [DesiredPause(True, "keep", NOW + DEFAULT_PAUSE_LEASE_S)] * 2
     for barrier in ("strict", "rolling"):
         driver = Driver(update(policy={"keep_pause": True, "barrier": barrier}), pause=LOST)
         driver.outcome()

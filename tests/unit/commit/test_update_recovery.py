@@ -13,7 +13,6 @@ from rl_plane.commit.steps import (
     Announce,
     Answered,
     Outcome,
-    SavePause,
     SendOp,
     UpdateCommand,
     Watch,
@@ -30,6 +29,7 @@ from rl_plane.protocol.record import (
     DesiredPause,
     VersionSource,
 )
+from rl_plane.protocol.subjects import PAUSE
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 from tests.support.update_machine import (
     MEMBERS,
@@ -175,25 +175,25 @@ def test_a_coordinator_that_finishes_a_keep_pause_update_saves_the_pause() -> No
         driver.pause = DesiredPause(False), written
         driver.outcome()
         assert driver.phases == ["survey", "pause", *FINISH]
-        assert driver.one(SavePause).pause == DesiredPause(True, "wait", NOW + DEFAULT_PAUSE_LEASE_S)
+        assert driver.put(PAUSE) == [DesiredPause(True, "wait", NOW + DEFAULT_PAUSE_LEASE_S)]
     for written in (9, 200):  # after the lock of its coordinator was taken
         resumed = Driver(UpdateCommand("finish", ""), left)
         resumed.pause = DesiredPause(False), written
         resumed.outcome()
-        assert not resumed.all(SavePause), "another call has resumed the fleet since"
+        assert not resumed.put(PAUSE), "another call has resumed the fleet since"
 
 
 def test_a_pause_outlives_an_update_by_the_longer_lease() -> None:
     driver = Driver(update(policy={"keep_pause": True}))
     driver.pause = DesiredPause(True, "wait", NOW + 3600.0), 3
     driver.outcome()
-    assert driver.one(SavePause).pause == DesiredPause(True, "keep", NOW + 3600.0)
+    assert driver.put(PAUSE) == [DesiredPause(True, "keep", NOW + 3600.0)]
     assert driver.one(SendOp, "commit").body["pause_s"] == 3600.0
     driver = Driver(update())
     driver.pause = DesiredPause(True, "wait", NOW + 5.0), 3
     driver.outcome()
     assert driver.one(SendOp, "commit").body["pause_s"] == 5.0
-    assert not driver.all(SavePause)
+    assert not driver.put(PAUSE)
 
 
 # ---- a new run ----

@@ -10,10 +10,9 @@ import pytest
 from rl_plane.commit.steps import (
     SESSION_IDLE_S,
     Answered,
-    EndSession,
     Needs,
     PartReceived,
-    SaveSession,
+    Put,
     SendOp,
     UpdateCommand,
     Write,
@@ -30,6 +29,7 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.membership.worker_reply import WorkerReply
+from rl_plane.protocol import subjects
 from rl_plane.protocol.record import (
     KvPolicy,
     UpdateSession,
@@ -75,7 +75,7 @@ def test_a_prepare_call_saves_a_session_and_decides_nothing() -> None:
     driver = Driver(prepare())
     prepared = driver.prepared()
     assert driver.phases == ["survey", "begin", "prepare", "session"]
-    assert driver.one(SaveSession).session == prepared.session
+    assert driver.put(subjects.SESSION) == [prepared.session]
     assert prepared.session == session_of(prepare())
     assert (prepared.digest, prepared.ready, prepared.excluded) == (NEW, MEMBERS, [])
 
@@ -97,7 +97,7 @@ def test_an_uncertain_session_is_ended_before_its_staged_weights_are_aborted() -
     driver = Driver(prepare(), session=[LOST, None])
     assert driver.run().result is LOST
     assert driver.phases == ["survey", "begin", "prepare", "session", "session", "abort"]
-    assert driver.all(EndSession, "session")
+    assert driver.put(subjects.SESSION)[-1] is None
     driver = Driver(prepare(), session=LOST)
     assert driver.run().result is LOST
     assert driver.phases[-2:] == ["session", "session"], "what it names stays staged: it may be completed"
@@ -113,7 +113,7 @@ def test_any_caller_completes_a_prepared_update() -> None:
     decided = driver.decided
     assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
     assert (decided.pause_mode, decided.source) == ("abort", VersionSource(FILES))
-    assert driver.one(EndSession, "session")
+    assert driver.put(subjects.SESSION) == [None]
     assert outcome.excluded == []
 
 
@@ -367,7 +367,7 @@ def test_a_prepared_update_has_the_label_that_it_was_last_given() -> None:
     named = driver.run().result
     assert isinstance(named, UpdateSession)
     assert (named.label, driver.phases) == ("seven", ["survey", "session"])
-    assert driver.one(SaveSession).session == named
+    assert driver.put(subjects.SESSION) == [named]
     assert with_session(COMPLETE, named).outcome().version.label == "seven"
     assert with_session(replace(COMPLETE, version="eight"), named).outcome().version.label == "eight"
 
@@ -414,7 +414,7 @@ def test_the_session_of_a_decided_update_delays_no_call(kind: Any) -> None:
     driver = with_session(UpdateCommand(kind, "u10", body()), SESSION, DECIDED)
     driver.outcome()
     assert driver.phases[:3] == ["survey", "clear", "gate"]
-    assert driver.all(EndSession) == [EndSession("clear")]
+    assert driver.all(Put) == [Put("clear", subjects.SESSION, None)]
 
 
 @pytest.mark.parametrize("kind", ["update", "prepare", "finish", "new_run"])
@@ -448,7 +448,7 @@ def test_a_part_goes_to_all_that_listen() -> None:
     told = {"update_id": "u9", "names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "last": False}
     assert told.items() <= asked.body.items()
     assert fed.session == replace(FEEDING, parts=1), "it waits for the next one"
-    assert driver.one(SaveSession).session == fed.session
+    assert driver.put(subjects.SESSION) == [fed.session]
 
 
 @pytest.mark.parametrize(

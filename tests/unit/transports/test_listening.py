@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from rl_plane._util.framing import read_frame
@@ -40,12 +42,29 @@ def test_the_error_distinguishes_a_used_port_from_an_address_of_another_machine(
 
 
 def test_the_other_interfaces_are_all_but_the_one_of_the_address() -> None:
-    others = other_interfaces("127.0.0.1")
+    here = psutil.net_if_addrs()
+    others = other_interfaces("127.0.0.1", here)
     assert "lo" not in others
     assert set(others) <= {name for _, name in socket.if_nameindex()}
-    assert other_interfaces("192.0.2.200") == []
-    assert other_interfaces("0.0.0.0") == []
-    assert other_interfaces("a..b") == []
+    for host in ("192.0.2.200", "0.0.0.0", "a..b"):
+        assert other_interfaces(host, here) == []
+
+
+def test_an_interface_has_its_further_addresses_too() -> None:
+    """Such as a virtual address beside the host's own. A label like `eth0:1` is no interface."""
+
+    def address(text: str, family: int = socket.AF_INET) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=text)
+
+    found = {
+        "lo": [address("127.0.0.1"), address("00:00:00:00:00:00", socket.AF_PACKET)],
+        "eth0": [address("192.0.2.1"), address("192.0.2.2"), address("2001:db8::1", socket.AF_INET6)],
+        "eth0:1": [address("192.0.2.3")],
+        "eth1": [address("198.51.100.1")],
+        "down0": [address("00:00:00:00:00:00", socket.AF_PACKET)],
+    }
+    for host in ("192.0.2.1", "192.0.2.2", "192.0.2.3", "2001:db8::1"):
+        assert other_interfaces(host, found) == ["eth1", "lo"], host
 
 
 def test_a_frame_that_comes_byte_by_byte_has_one_bound() -> None:

@@ -18,10 +18,10 @@ from typing import Any
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
-from rl_plane.protocol.worker_ops import ParsedCall
+from rl_plane.protocol.worker_ops import EngineLoadReply, ParsedCall
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
-from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
+from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, FullEngine
 from worker.engines.common.checkpoint_spec import check_tensors
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
@@ -214,14 +214,15 @@ class SglangEngine(RankEngine[SglangProcess]):
         of_one = self.process.engine._scheduler_init_result.scheduler_infos[0].get("max_total_num_tokens")
         return None if of_one is None else int(of_one) * self.process.replicas
 
-    async def engine_load(self) -> EngineLoad | None:
+    async def engine_load(self) -> EngineLoadReply | None:
         found = await self.process.ask(self.process.manager.get_loads())
         if not found:
             return None  # the scheduler has written nothing yet
-        return EngineLoad(
+        return EngineLoadReply(
             running=sum(load.num_running_reqs for load in found),
             waiting=sum(load.num_waiting_reqs for load in found),
             kv_usage=sum(load.token_usage for load in found) / len(found),
+            preemptions=None,
             tokens_per_s=sum(load.gen_throughput for load in found),
         )
 

@@ -18,9 +18,9 @@ from typing import Any
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
-from rl_plane.protocol.worker_ops import ParsedCall
+from rl_plane.protocol.worker_ops import EngineLoadReply, ParsedCall
 from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
-from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, EngineLoad, FullEngine
+from worker.engines.capabilities import WHOLE, CheckAction, CheckScope, FullEngine
 from worker.engines.common.checkpoint_spec import check_tensors
 from worker.engines.common.lora import NO_LORA
 from worker.engines.common.pieces import Piece
@@ -159,7 +159,7 @@ class VllmEngine(RankEngine[VllmProcess]):
             labels=self._head.labels if self._head is not None else (),
         )
 
-    async def engine_load(self) -> EngineLoad:
+    async def engine_load(self) -> EngineLoadReply:
         return total_load(await self.process.on_cores(LOAD))
 
     def _lacking(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from worker.engines.capabilities import EngineLoad
+from rl_plane.protocol.worker_ops import EngineLoadReply
 
 METHOD = "rl_plane_load"
 """The engine core's method that the adapter calls."""
@@ -25,13 +25,14 @@ def load_of_core(core: Any) -> dict[str, Any]:
     }
 
 
-def total_load(cores: Sequence[Mapping[str, Any]]) -> EngineLoad:
+def total_load(cores: Sequence[Mapping[str, Any]]) -> EngineLoadReply:
     """The load of an engine, from the loads of its replicas."""
-    return EngineLoad(
+    return EngineLoadReply(
         running=sum(core["running"] for core in cores),
         waiting=sum(core["waiting"] for core in cores),
         kv_usage=sum(core["kv_usage"] for core in cores) / len(cores),
         preemptions=sum(core["preemptions"] for core in cores),
+        tokens_per_s=None,
     )
 
 
