@@ -40,6 +40,7 @@ from worker.nodes.node_link import NodeLink, NodePlace
 from worker.nodes.node_process import NodeProcess
 from worker.nodes.node_settings import NodeSettings
 from worker.nodes.spans_hosts import SpansHosts
+from worker.receive.receives_weights import ReceivesWeights
 from worker.receive.staging import model_digest
 from worker.runtime.engine_args import EngineArguments
 from worker.runtime.engine_loop import EngineLoop
@@ -147,6 +148,16 @@ def checked_engine(adapter: object) -> EngineAdapter:
     return adapter
 
 
+def check_receiver(adapter: EngineAdapter) -> None:
+    """Refuses an engine that has started without a receiver of weights: each update would fail."""
+    if not isinstance(getattr(adapter, "receiver", None), ReceivesWeights):
+        raise InvalidRequest(
+            f"the engine's class {type(adapter).__name__} has no receiver of weights",
+            field="engine",
+            fix="set self.receiver in `start`, or derive from WeightsInRanks",
+        )
+
+
 async def _with_notices(
     options: WorkerOptions,
     arguments: EngineArguments,
@@ -184,8 +195,10 @@ async def _with_notices(
         notices.phase("loading the model")
         with arguments.named():
             infos = [with_missing(adapter, await adapter.start()) for adapter in adapters]
-        for info in infos:
+        for adapter, info in zip(adapters, infos, strict=True):
             _check_logprobs_mode(options, info)
+            if info.pipeline_stage is None:
+                check_receiver(adapter)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.told_to_end)
         engines = any(info.pipeline_stage is None for info in infos)

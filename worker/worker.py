@@ -40,7 +40,7 @@ from worker.reconcile.peers import Peers
 from worker.reconcile.record_watch import RecordWatch
 from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
 from worker.reconcile.worker_core import WorkerCore
-from worker.reconcile.worker_state import Reason, WorkerState
+from worker.reconcile.worker_state import OPENED_BY_ENABLE, Reason, WorkerState
 from worker.runtime.engine_loop import UNDO_S, EngineLoop
 from worker.runtime.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_TIMEOUT_S, EngineWatch
 from worker.runtime.registration import Registration
@@ -194,7 +194,8 @@ class Worker:
         is_open = admission_of(entry)
         if entry is None or is_open is None or entry.sequence < self.state.admission_fence:
             return  # a fence is a sequence of the same bucket
-        if is_open == ("disabled" in self.state.closed):
+        closed = self.state.closed.keys()
+        if closed & OPENED_BY_ENABLE if is_open else "disabled" not in closed:
             self._handlers.admit(is_open)
 
     async def _follow_pause(self) -> None:

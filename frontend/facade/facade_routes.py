@@ -45,8 +45,8 @@ ExtendReply = Callable[[dict[str, Any], str], dict[str, Any]]
 
 MAX_DIGITS = 18
 """The digits of an event's id or of seconds, and some more."""
-MAX_ID_CHARS = 128
-"""The characters of a request's id, and some more."""
+MAX_ID_CHARS = 4096
+"""The characters of a request's id, or of a caller's own name in a header."""
 
 
 class EventsQuery(Body):

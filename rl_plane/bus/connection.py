@@ -168,6 +168,7 @@ class Bus:
         self._wait_s = CONNECT_TIMEOUT_S
         self._give_up_at = math.inf
         self._connecting = True
+        self._must_carry = 0
         self._on_denial: list[DenialCallback] = []
         self._denied: PermissionDenied | None = None
         """The first subscription that NATS has refused since the last flush."""
@@ -196,6 +197,7 @@ class Bus:
         bus = cls(url, name, credentials)
         bus._wait_s = wait_s
         bus._give_up_at = time.monotonic() + wait_s
+        bus._must_carry = must_carry
         try:
             async with asyncio.timeout(wait_s):
                 await bus.nc.connect(
@@ -224,7 +226,7 @@ class Bus:
         bus._give_up_at = math.inf
         bus._connecting = False
         try:
-            bus._check_carries(must_carry)
+            bus._check_carries()
             await bus.subscribe(f"{bus._inbox}.*", bus._replied)
             await bus.flush()
         except BaseException:
@@ -263,6 +265,10 @@ class Bus:
         self._lost_at, self._back_at = None, time.monotonic()
         self._last_refusal = ""
         log.info("%s: connected to NATS again", self.name)
+        try:
+            self._check_carries()
+        except InvalidRequest as error:
+            log.error("%s: %s; fix: %s", self.name, error.message, error.facts["fix"])
         for callback in list(self._on_reconnect):
             try:
                 await callback()
@@ -343,12 +349,12 @@ class Bus:
         if not self.nc.is_connected:
             raise BusUnreachable("the connection to NATS is down", retry_after_s=1.0)
 
-    def _check_carries(self, nbytes: int) -> None:
-        if (most := self.nc.max_payload) < nbytes:
+    def _check_carries(self) -> None:
+        if (most := self.nc.max_payload) < self._must_carry:
             raise InvalidRequest(
                 f"the server at {_without_password(self.url)} takes messages of at most {most} bytes",
                 field="nats_url",
-                fix=f"set max_payload of nats-server to {nbytes} or more",
+                fix=f"set max_payload of nats-server to {self._must_carry} or more",
             )
 
     async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]], queue: str = "") -> Any:

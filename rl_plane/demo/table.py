@@ -16,7 +16,9 @@ class LiveTable:
     def __init__(self, out: TextIO, planned: int) -> None:
         from rich.console import Console
 
-        self._console = Console(file=out, soft_wrap=True, markup=False, highlight=False)
+        self._console = Console(
+            file=out, force_terminal=out.isatty(), soft_wrap=True, markup=False, highlight=False
+        )
         self._status = self._console.status("", refresh_per_second=DRAWINGS_PER_S)
         self._planned = planned
         self._headed = False

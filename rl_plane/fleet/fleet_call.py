@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
@@ -73,7 +74,8 @@ async def members_of(call: FleetCall[Any]) -> Snapshot:
     """The fleet that the call means, once it has `min_workers` members. NoWorkers after `wait_s`."""
     select, view = call.select, call.view
     if len(view.snapshot()) < select.min_workers:
-        await view.wait_until(lambda now: len(now) >= select.min_workers, select.wait_s)
+        left_s = call.start + select.wait_s - time.monotonic()
+        await view.wait_until(lambda now: len(now) >= select.min_workers, max(0.0, left_s))
     # A read uses the members that this view knows. A change, and a call that names its fleet, ask the store's leader.
     snapshot = await view.barrier() if call.pinned or call.op.method == "POST" else view.snapshot()
     if len(snapshot) < select.min_workers:
@@ -83,7 +85,7 @@ async def members_of(call: FleetCall[Any]) -> Snapshot:
             else ""
         )
         raise NoWorkers(
-            f"{len(snapshot)} of {select.min_workers} workers have joined after {select.wait_s:g} s{beside}",
+            f"{len(snapshot)} of {select.min_workers} workers have joined{beside}",
             field="min_workers",
             fix=f"start workers ({view.subjects.start_worker}), or wait longer (wait_s)",
             epoch=snapshot.epoch,

@@ -155,8 +155,12 @@ class SendPlan:
     def close_unsettled(self) -> None:
         """Closes the sender of the version before, if that may be committed."""
         sender, self.unsettled = self.unsettled, None
-        if sender is not None:
+        if sender is None:
+            return
+        try:
             sender.close()
+        except Exception as error:  # it is no failure of what comes next
+            log.warning("the sender of the version before could not be closed: %s", error)
 
     def committed(self) -> None:
         """Ends the sender before: from here on no worker heals from it."""

@@ -331,12 +331,16 @@ async def joined_again(plane: Plane, client: RlClient, worker: Spawned) -> None:
     await client.run("flush_cache", {"workers": [worker.instance_id]})  # waits until it has also done what it read
 
 
-async def test_a_worker_that_missed_enable_opens_when_it_is_back(plane: Plane) -> None:
+@pytest.mark.parametrize("closes", ["disable", "drain"])
+async def test_a_worker_that_missed_enable_opens_when_it_is_back(plane: Plane, closes: str) -> None:
     client = await plane.client()
     _, two = plane.spawn_many(2)
     await client.wait_for(2)
     workers, view = {"workers": [two.instance_id]}, await client.view()
-    await client.run("disable", workers)
+    if closes == "disable":
+        await client.run("disable", workers)
+    else:
+        await client.call(two.instance_id, "drain")
     two.stop()
     with pytest.raises(PlaneError):
         await client.run("enable", workers)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.support.free_port import free_port
 from tests.support.paths import ROOT
-from tests.support.zygote import fork_module
+from tests.support.zygote import Forked, fork_module
 
 
 def run(*command: str, timeout_s: float, **environ: str) -> str:
@@ -54,8 +54,20 @@ def told_by_ranks(ranks: int, module: str, *args: str, timeout_s: float, **envir
             process = fork_module("trainer", module, args, env=env, stderr_pipe=True, text=True)
             processes.append(process)
             stack.callback(process.kill)
+
+        def ended(process: Forked) -> tuple[str, str]:
+            try:
+                printed, errors = process.communicate(timeout=give_up - time.monotonic())
+            except subprocess.TimeoutExpired:
+                process.kill()
+                printed, errors = process.communicate()
+            if process.returncode:
+                for other in processes:  # it would wait for this one
+                    other.kill()
+            return printed, errors
+
         with ThreadPoolExecutor(ranks) as readers:
-            ended = list(readers.map(lambda one: one.communicate(timeout=give_up - time.monotonic()), processes))
-    failed = [errors[-3000:] for (_, errors), one in zip(ended, processes, strict=True) if one.returncode]
+            outputs = list(readers.map(ended, processes))
+    failed = [errors[-3000:] for (_, errors), one in zip(outputs, processes, strict=True) if one.returncode]
     assert not failed, "\n".join(failed)
-    return [json.loads(line) for printed, _ in ended for line in printed.splitlines() if line.startswith('{"')]
+    return [json.loads(line) for printed, _ in outputs for line in printed.splitlines() if line.startswith('{"')]

@@ -84,7 +84,8 @@ PACKAGES = {
             "frontend.main",
             "torch.distributed",
             "worker.engines.fake.adapter",
-        )
+        ),
+        environment={"HF_HUB_OFFLINE": "1"},  # huggingface_hub reads it when it is imported
     ),
     "hf": Packages(
         (
@@ -98,7 +99,7 @@ PACKAGES = {
     "vllm": Packages(
         ("worker.engines.vllm.adapter", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker"),
         base="hf",
-        environment={"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+        environment={"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"},
         has_children=True,
     ),
     "sglang": Packages(

@@ -8,8 +8,8 @@ blocks for more than a few milliseconds moves that work to a thread of its own. 
 worker calls on a thread.
 
 Concurrency: the worker calls the methods that change something (`pause`, `resume`, `swap`, `flush_cache`, `score`, …)
-one at a time. A deadline cancels a call, and the next call comes when the cancelled one has ended. `generate`, `abort`,
-`liveness` and `load` may run at any moment, during those calls too.
+one at a time. A deadline cancels a call. The next call comes when the cancelled one has ended, or 5 s later.
+`generate`, `abort`, `liveness` and `load` may run at any moment, during those calls too.
 
 Errors: a method raises a `PlaneError`.
     Unsupported     this engine or build can't do it; the message says why

@@ -23,6 +23,7 @@ from worker.reconcile.numerics import Numerics
 from worker.reconcile.record_watch import RecordWatch
 from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
 from worker.reconcile.worker_core import CHECK_S, WorkerCore
+from worker.reconcile.worker_state import OPENED_BY_ENABLE
 from worker.runtime.engine_loop import EngineLoop
 
 
@@ -334,8 +335,8 @@ class OpHandlers:
     def admit(self, is_open: bool) -> None:
         """Opens or closes the worker as an operator has asked. Other reasons keep it closed."""
         if is_open:
-            self.core.state.open("disabled")
-            self.core.state.open("draining")
+            for reason in OPENED_BY_ENABLE:
+                self.core.state.open(reason)
             self.core.enabled()  # heals at once, without the wait between two tries
             self.changes.look()
         else:
@@ -343,6 +344,7 @@ class OpHandlers:
         self.tell()
 
     async def _drain_now(self, body: worker_ops.Drain, fence: int) -> worker_ops.DrainReply:
+        self.core.state.admission_fence = fence
         drained = await self.drain(body.timeout_s)
         aborted = 0 if drained else await self.engine.run(self.adapter.abort(None))
         return worker_ops.DrainReply(drained=drained, aborted=aborted)

@@ -29,6 +29,9 @@ Reason = Literal[
     "engine",  # the engine does not answer
 ]
 
+OPENED_BY_ENABLE = frozenset[Reason]({"disabled", "draining"})
+"""An operator has closed the worker for these reasons, and opens it again."""
+
 
 @dataclass(slots=True)
 class TokenLoad:

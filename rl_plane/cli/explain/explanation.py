@@ -84,7 +84,7 @@ def identify(facts: KnownFacts, given: str) -> tuple[str, str]:
             return "update", str(update["update_id"])
     # a caller's own name of one or several requests
     named = {("request", names_of(str(row["id"]))[-1]) for row in facts.requests if given in row["names"]}
-    begins = [one for one in ids if given and one[1].startswith(given)] or sorted(named)
+    begins = sorted(named) or [one for one in ids if given and one[1].startswith(given)]
     if len(begins) == 1:
         return begins[0]
     if begins and len(whole := {(kind, names_of(one)[-1]) for kind, one in begins}) == 1:

@@ -293,6 +293,10 @@ def test_an_id_is_recognised_by_its_beginning_or_its_label() -> None:
     assert identify(facts, "step_3") == ("update", "u-16")
     with pytest.raises(InvalidRequest, match="may mean worker aaaa000000000001, request aaaa-request"):
         identify(facts, "aaaa")
+    named = [*requests, {"id": "cmpl-q", "names": ["aaaa"], "worker": ONE}]
+    assert identify(known(worker_row(ONE), requests=named), "aaaa") == ("request", "cmpl-q"), (
+        "its caller's whole name"
+    )
     with pytest.raises(
         NotFound, match="searched: 1 workers, 1 that left, 1 updates, the running requests and the given records"
     ) as raised:

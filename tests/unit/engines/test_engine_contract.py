@@ -22,7 +22,7 @@ from worker.engines.capabilities import OPS
 from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.engines.fake.adapter import FakeEngine, make_fake_adapter, make_fake_model
 from worker.engines.fake.adapter import build as build_fake
-from worker.process import checked_engine
+from worker.process import check_receiver, checked_engine
 from worker.receive.weight_receiver import Receiver
 from worker.testing.engine_contract import (
     CHECKS,
@@ -74,6 +74,14 @@ def test_an_engine_that_is_no_adapter_is_refused_at_the_start() -> None:
     half = type("Half", (), {})
     with pytest.raises(InvalidRequest, match="Half is no EngineAdapter"):
         checked_engine(half())
+
+
+def test_an_engine_without_a_receiver_of_weights_is_refused(tmp_path: Path) -> None:
+    engine = build_fake(EngineOptions(make_fake_model(tmp_path / "model", 1), device="cpu"))
+    check_receiver(engine)
+    del engine.receiver
+    with pytest.raises(InvalidRequest, match="FakeEngine has no receiver"):
+        check_receiver(engine)
 
 
 def build_echo(options: EngineOptions) -> EngineAdapter:

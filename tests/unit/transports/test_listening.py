@@ -58,12 +58,17 @@ def test_an_interface_has_its_further_addresses_too() -> None:
 
     found = {
         "lo": [address("127.0.0.1"), address("00:00:00:00:00:00", socket.AF_PACKET)],
-        "eth0": [address("192.0.2.1"), address("192.0.2.2"), address("2001:db8::1", socket.AF_INET6)],
+        "eth0": [
+            address("192.0.2.1"),
+            address("192.0.2.2"),
+            address("2001:db8::1", socket.AF_INET6),
+            address("fe80::1%eth0", socket.AF_INET6),
+        ],
         "eth0:1": [address("192.0.2.3")],
         "eth1": [address("198.51.100.1")],
         "down0": [address("00:00:00:00:00:00", socket.AF_PACKET)],
     }
-    for host in ("192.0.2.1", "192.0.2.2", "192.0.2.3", "2001:db8::1"):
+    for host in ("192.0.2.1", "192.0.2.2", "192.0.2.3", "2001:db8::1", "fe80::1"):
         assert other_interfaces(host, found) == ["eth1", "lo"], host
 
 

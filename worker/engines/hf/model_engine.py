@@ -65,6 +65,7 @@ class HfModelEngine(Generating, CanCheckWeights, Generic[W]):
 
     def _drop_model(self) -> None:
         self._model = self._holder = self._tokenizer = None
+        vars(self).pop("receiver", None)  # it refers to the model
 
     @property
     def model(self) -> Any:
