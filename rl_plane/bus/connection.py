@@ -169,6 +169,7 @@ class Bus:
         self._give_up_at = math.inf
         self._connecting = True
         self._must_carry = 0
+        """The bytes of the largest message that the server must take."""
         self._on_denial: list[DenialCallback] = []
         self._denied: PermissionDenied | None = None
         """The first subscription that NATS has refused since the last flush."""

@@ -133,7 +133,7 @@ class Put:
     phase: Phase
     key: str
     value: Stored | None
-    """None: the key's session has ended, and the update waits for no call any more."""
+    """None: an empty value, which ends the session."""
     ttl_s: int | None = None
     """The seconds after which the key expires. None: it stays."""
 

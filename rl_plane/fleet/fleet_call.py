@@ -71,7 +71,7 @@ class FleetCall(Generic[B]):
 
 
 async def members_of(call: FleetCall[Any]) -> Snapshot:
-    """The fleet that the call means, once it has `min_workers` members. NoWorkers after `wait_s`."""
+    """Returns the fleet that the call means, once it has `min_workers` members. NoWorkers: `wait_s` were too few."""
     select, view = call.select, call.view
     if len(view.snapshot()) < select.min_workers:
         left_s = call.start + select.wait_s - time.monotonic()

@@ -94,9 +94,9 @@ def _blocks(tree: ast.Module) -> Iterator[ast.AST]:
         pending += inner
 
 
-def _same_modules(names_of_files: Iterable[str]) -> list[str]:
+def _same_modules(files: Iterable[str]) -> list[str]:
     places = defaultdict(list)
-    for name in names_of_files:
+    for name in files:
         places[Path(name).stem].append(name)
     return [
         f"{name}:1: a module of this name is also {', '.join(other for other in names if other != name)}"
