@@ -14,12 +14,14 @@ from rl_plane.cli.explain.read_facts import read_facts
 from rl_plane.cli.output import counted, fix_of, note, one_line, say, say_json
 from rl_plane.cli.settings import Command, command
 from rl_plane.cli.steer import REACH, ask, over_nats
+from rl_plane.cli.wait_display import NOTE_EVERY_S
 from rl_plane.errors import DeadlineExceeded, NotFound, PlaneError, Unavailable
 
 ASK_S = 8.0
 """Seconds for one question, beside the wait that it asks for."""
-WAIT_S = 10.0
-"""The longest wait of one question. After it the command says what is still missing, also if the frontend is frozen."""
+WAIT_S = NOTE_EVERY_S / 2
+"""The longest wait of one question. After it the command says what is still missing, also if the frontend is frozen. No
+question takes so long that `wait_display` has something to say."""
 AGAIN_S = 0.5
 """Seconds until a frontend, or NATS, that does not answer is tried again."""
 KINDS = ("nats", "fleet", "worker")

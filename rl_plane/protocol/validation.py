@@ -102,6 +102,8 @@ FIXES = {
     "string_type": "send a string",
     "string_too_long": "send at most {max_length} characters",
     "int_type": "send an integer",
+    "int_parsing": "send a whole number",
+    "bool_parsing": "send true or false",
     "list_type": "send a list",
     "tuple_type": "send a list",
     "dict_type": "send a map",

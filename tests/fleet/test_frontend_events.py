@@ -449,6 +449,13 @@ async def test_a_reader_that_connects_again_gets_what_it_has_missed(plane: Plane
         refused = await rl.get("events", headers={"Last-Event-ID": "x"})
         assert refused.status_code == 400
         assert refused.json()["error"]["field"] == "Last-Event-ID"
+        for query, fix in (
+            ("since_s=x", "send a whole number"),
+            ("follow=x", "send true or false"),
+            ("a=1", "leave it out"),
+        ):
+            error = (await rl.get(f"events?{query}")).json()["error"]
+            assert (error["field"], error["fix"]) == (query.partition("=")[0], fix)
 
 
 async def test_the_command_line_shows_the_kept_events_and_ends(
