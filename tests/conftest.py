@@ -41,12 +41,42 @@ from worker.engines.fake.adapter import make_fake_model
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 """torch asks a name server about each address that it connects to: an answer that is lost is not to take 5 s."""
 
+TESTS = Path(__file__).parent
+LONGEST = (
+    "soak/test_soak.py",
+    "sim/test_simulation.py",
+    "engines/test_two_ranks.py",
+    "kill/test_kill_matrix.py",
+    "publish/test_publish_owners.py",
+    "fleet/test_updates.py",
+    "engines/test_sglang_moe.py",
+    "engines/test_vllm_moe.py",
+    "engines/test_engine_updates.py",
+    "engines/test_engine_generation.py",
+    "fleet/test_openapi_fuzz.py",
+    "transports/test_nixl_fleet.py",
+    "fleet/test_worker_healing.py",
+)
+"""The files that take a minute or more, the longest first."""
+
 START_S = 30.0
 """A worker process is up within a second on an idle machine."""
 
 
 gc.disable()
 """Until the tests are collected: the collector would scan thousands of them again and again, and find no garbage."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Takes the longest files first, lest one of them runs beside idle cores at the end. Then takes those of all
+    folders in turn: most tests of tests/fleet wait, most of tests/publish and tests/sim compute."""
+    folders: dict[Path, list[Path]] = {}
+    for path in dict.fromkeys(item.path.relative_to(TESTS) for item in items):
+        folders.setdefault(Path(path.parts[0]), []).append(path)
+    place = {path: (i + 0.5) / len(files) for files in folders.values() for i, path in enumerate(files)}
+    place |= {path: LONGEST.index(str(path)) - len(LONGEST) for path in place if str(path) in LONGEST}
+    items.sort(key=lambda item: place[item.path.relative_to(TESTS)])
 
 
 def pytest_collection_finish() -> None:

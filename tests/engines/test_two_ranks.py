@@ -40,6 +40,7 @@ from tests.support.mixed_fleet import (
 )
 from worker.engines.common.shared_names import mapped_files, names_of
 from worker.exit_codes import ENGINE_DEAD
+from worker.receive.host_agent.__main__ import NAME as HOST_AGENT
 from worker.receive.staging import model_digest
 from worker.runtime.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S
 from worker.testing.tiny_model import make_witness_model
@@ -255,7 +256,7 @@ async def test_the_committed_version_returns_after_a_kill_while_weights_come(
 
 
 def _host_agent(family: list[psutil.Process]) -> psutil.Process:
-    (found,) = [one for one in family if "worker.receive.host_agent" in one.cmdline()]
+    (found,) = [one for one in family if one.name() == HOST_AGENT]
     return found
 
 

@@ -112,6 +112,10 @@ async def test_adapters_whose_trainers_are_gone_come_from_another_worker(
         healed = (await asyncio.to_thread(late.wait_ready, HEAL_S)).instance_id
         await holds(plane, client, healed, "initial", both)
 
+        async def alone() -> bool:
+            return {one.instance_id for one in await client.list_workers()} == {left, healed}
+
+        await plane.until(alone, HEAL_S)  # the killed one would fail the update
         base = plane.model(1)
         await push(base, "one", {}, kind="base")
         workers[left].kill()

@@ -35,7 +35,10 @@ BOUND_S = 30.0
 
 
 def receive(transport: dict[str, Any], kind: Any = "base") -> tuple[dict[str, bytes], str | None]:
-    delivery = IpcTransport(TransportContext()).open(transport, kind)
+    return received(IpcTransport(TransportContext()).open(transport, kind))
+
+
+def received(delivery: Any) -> tuple[dict[str, bytes], str | None]:
     try:
         return {name: bytes(tensor.data) for name, tensor in delivery.tensors()}, delivery.digest
     finally:

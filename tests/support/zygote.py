@@ -39,6 +39,7 @@ from rl_plane._util.plugins import ENGINES, TRANSPORTS, plugins
 from rl_plane.cli.children import start_process
 from rl_plane.protocol.transport_traits import known_transports
 from tests.support.paths import ROOT
+from worker.receive.host_agent import host_agent_process
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -97,7 +98,12 @@ PACKAGES = {
         base="fake",
     ),
     "vllm": Packages(
-        ("worker.engines.vllm.adapter", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker"),
+        (
+            "worker.engines.vllm.adapter",
+            "vllm.v1.engine.async_llm",
+            "vllm.v1.worker.cpu_worker",
+            "vllm.model_executor.layers.quantization.online.base",
+        ),
         base="hf",
         environment={"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"},
         has_children=True,
@@ -107,6 +113,7 @@ PACKAGES = {
             "worker.engines.sglang.adapter",
             "sglang.srt.entrypoints.engine",
             "sglang.srt.managers.scheduler",
+            "sglang.srt.models.registry",
         ),
         base="hf",
         environment={"TORCHDYNAMO_DISABLE": "1"},
@@ -258,6 +265,8 @@ def start(engine: str, descriptor: int, parent: int) -> NoReturn:
         with contextlib.suppress(ModuleNotFoundError):
             transport.load()
     plugins(ENGINES)
+    if (hooks := sys.modules.get("sglang.srt.plugins.hook_registry")) is not None:
+        _look_for_functions_alone(hooks)
     assert len(os.listdir("/proc/self/task")) == 1, "threads don't survive a fork"
     gc.freeze()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -268,6 +277,13 @@ def start(engine: str, descriptor: int, parent: int) -> NoReturn:
     asked = socket.socket(fileno=descriptor)
     asked.send(b"ready")
     _serve(asked, parent, packages.has_children)
+
+
+def _look_for_functions_alone(hooks: Any) -> None:
+    """SGLang looks for each function that is hooked in all variables of all modules, which takes half a second in each
+    process of an engine. Nearly all that we hook are methods, which no variable of a module holds."""
+    everywhere = hooks._propagate_patch
+    hooks._propagate_patch = lambda old, new, owner: 0 if isinstance(owner, type) else everywhere(old, new, owner)
 
 
 def _serve(asked: socket.socket, parent: int, has_children: bool) -> NoReturn:
@@ -328,8 +344,10 @@ def _become(what: dict[str, Any], descriptors: list[int], parent: int, has_child
 
 
 def _run_module(what: dict[str, Any]) -> None:
-    os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # only now: before, it would be with who has made it
+    if what.get("leads", True):
+        os.setsid()
+        # Only now: before, it would be with who has made it.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     runpy.run_module(what["module"], run_name="__main__", alter_sys=True)
 
 
@@ -375,7 +393,15 @@ def _have_children_forked(own: Sequence[int]) -> None:
         _serve(theirs, worker, has_children=True)
     theirs.close()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    util.spawnv_passfds = functools.partial(_spawn, _Zygote(ours), util.spawnv_passfds)
+    zygote = _Zygote(ours)
+    util.spawnv_passfds = functools.partial(_spawn, zygote, util.spawnv_passfds)
+    host_agent_process.start_agent = functools.partial(_fork_host_agent, zygote)
+
+
+def _fork_host_agent(zygote: _Zygote, arguments: Sequence[str], descriptor: int) -> Forked:
+    module = host_agent_process.MODULE
+    what = {"module": module, "argv": [module, *arguments], "env": dict(os.environ), "leads": False}
+    return Forked(zygote.fork(what, {descriptor: descriptor}), None, None, None)
 
 
 def _spawn(zygote: _Zygote, execute: Spawn, path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:

@@ -52,6 +52,7 @@ from tests.support.ipc_memory import (
     published,
     raw_receiver,
     receive,
+    received,
     serves,
     shared_memory,
     trainer_of,
@@ -462,7 +463,7 @@ def test_the_sender_fails_when_all_receivers_have_gone(pool: ThreadPoolExecutor)
 
 def test_closing_wakes_both_sides(pool: ThreadPoolExecutor) -> None:
     with sender_of(2) as (sender, transport):
-        arriving = pool.submit(receive, transport)
+        arriving = pool.submit(received, IpcTransport(TransportContext()).open(transport, "base"))
         publishing = pool.submit(publish, sender, tensors())
         with raw_receiver(transport) as (connection, _):
             assert msgpack.unpackb(connection.recv(4096)) == {"bucket": 0}

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("nixl")
+
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane.commit.relay_plan import plan_relay
 from rl_plane.protocol.relay import RelayAddress, RelayPlan

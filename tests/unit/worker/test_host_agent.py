@@ -338,7 +338,9 @@ async def _answers(client: HostAgentClient) -> None:
                 continue
 
 
-async def test_the_process_answers_hangs_and_ends(tmp_path: Path) -> None:
+async def test_the_process_answers_hangs_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker.py").write_text("raise SystemExit('a file of the user')")
+    monkeypatch.chdir(tmp_path)
     directory = socket_directory()
     process = HostAgentProcess(directory)
     client = HostAgentClient(directory, process.pid)

@@ -29,6 +29,7 @@ from worker.engines.common.process_watch import (
     or_death,
 )
 from worker.engines.sglang.processes import SglangProcess
+from worker.receive.host_agent.host_agent_process import MODULE
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -111,7 +112,7 @@ async def test_the_processes_that_a_dead_sglang_leaves_are_killed(tmp_path: Path
         await process.start()
         first, *others = process.children
         (agent,) = set(process.pids()) - {child.pid for child in process.children}
-        assert "worker.receive.host_agent" in psutil.Process(agent).cmdline()
+        assert MODULE in psutil.Process(agent).cmdline()
         first.kill()
         async with asyncio.timeout(BOUND_S):
             assert str(first.pid) in str(await deaths.get())

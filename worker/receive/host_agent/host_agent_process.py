@@ -5,10 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from worker.receive.rank_agents.agent_messages import host_socket
 from worker.receive.rank_agents.agent_server import listen_at
+
+MODULE = "worker.receive.host_agent"
+
+
+def start_agent(arguments: Sequence[str], descriptor: int) -> subprocess.Popen[Any]:
+    """Runs the host agent in an interpreter of its own. It inherits `descriptor`."""
+    # -P: a worker.py in the working directory is not ours.
+    command = [sys.executable, "-P", "-m", MODULE, *arguments]
+    return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL)
 
 
 class HostAgentProcess:
@@ -18,9 +29,7 @@ class HostAgentProcess:
         """Starts the process. Calls to its socket wait until it is up, and fail when it has ended."""
         with listen_at(host_socket(directory)) as listener:
             given = listener.fileno()
-            arguments = [str(directory), str(os.getpid()), str(given)]
-            command = [sys.executable, "-m", "worker.receive.host_agent", *arguments]
-            self._process = subprocess.Popen(command, pass_fds=[given], stdin=subprocess.DEVNULL)
+            self._process = start_agent([str(directory), str(os.getpid()), str(given)], given)
 
     @property
     def pid(self) -> int:
