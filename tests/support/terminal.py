@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -21,6 +22,11 @@ ROWS, CELLS = 40, 150
 LEFT_ALTERNATE_SCREEN = "\x1b[?1049l"
 CURSOR_SHOWN = "\x1b[?25h"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\r")
+
+
+def _at_a_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests themselves may run in the background of a shell
 
 
 class Terminal:
@@ -40,7 +46,7 @@ class Terminal:
             stderr=theirs,
             env={**env, "TERM": "xterm-256color"},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_at_a_terminal,
         )
         self.written = ""
 
