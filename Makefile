@@ -43,15 +43,15 @@ demo: setup
 # Real processes on a machine that others use too: a test that fails is tried once more, and both outcomes are printed.
 # Beyond so many it is no accident.
 PYTEST := $(BIN)/python -m pytest --durations 40 --reruns 1 --max-suite-reruns 4 --rerun-show-tracebacks
-# Most tests without an engine wait for another process: five of them at once keep two cores busy. Three tests of engines
+# Most tests without an engine wait for another process: six of them at once keep two cores busy. Three tests of engines
 # do so too, because an engine needs a core to start, and waits then.
-# The files run by name: in order of their counts, the files with few and long tests would come last, one beside idle cores.
+# The files run in the order of tests/conftest.py. In order of their counts, those with few and long tests would come last.
 BESIDE := $(PYTEST) --dist loadfile --no-loadscope-reorder
 
 # A check that fails beside other work says so again at the end.
 test: setup
 	$(MAKE) --jobs 2 --output-sync=target engines lint bytecode || $(MAKE) engines lint
-	$(BESIDE) -n 5 -m 'not engines and (not slow or parallel)'
+	$(BESIDE) -n 6 -m 'not engines and (not slow or parallel)'
 	$(BESIDE) -n 3 -m '(engines or (slow and not parallel)) and not (alone or bench or docs or kills)'
 	$(PYTEST) -m 'alone and not kills'
 
@@ -70,7 +70,7 @@ test-bench: engines
 
 test-fast: setup
 	$(MAKE) --jobs 2 --output-sync=target lint bytecode || $(MAKE) lint
-	$(BESIDE) -n 5 -m 'not engines and not slow'
+	$(BESIDE) -n 6 -m 'not engines and not slow'
 	@echo 'Left out: the tests of vLLM, SGLang and most of hf, and the slow ones (kill matrix, simulation, docs, …). make test has all.'
 
 lint: setup
@@ -79,7 +79,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/python -m tests.lint
 
-# Stores the bytecode of the test modules. Without it, each of five test processes would compile all of them at once.
+# Stores the bytecode of the test modules. Without it, each of six test processes would compile all of them at once.
 bytecode: setup
 	-$(BIN)/python -m pytest --collect-only --quiet > /dev/null 2>&1
 

@@ -46,6 +46,7 @@ LONGEST = (
     "soak/test_soak.py",
     "sim/test_simulation.py",
     "engines/test_two_ranks.py",
+    "engines/test_two_nodes.py",
     "kill/test_kill_matrix.py",
     "publish/test_publish_owners.py",
     "fleet/test_updates.py",

@@ -48,7 +48,7 @@ from worker.testing.tiny_model import make_tiny_model, make_witness_model
 
 __all__ = ["client", "http"]
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(900)]
 
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm": ("vllm", {"tensor_parallel_size": 2}),
