@@ -257,22 +257,29 @@ class SyncRlClient(BlockingRun, FleetMethods):
 
 _CALL = "rl-plane call: "
 
+BY_ANOTHER: dict[str, Any] = {"policy": {"barrier": "rolling"}}
+"""The longest policy: another caller may have prepared so."""
+
 
 def _closed() -> BusUnreachable:
     return BusUnreachable("this client has been closed", fix="connect a new one")
 
 
 class CallBounds:
-    """The bounds of one caller's calls. A `complete` has the policy of the caller's last `prepare`."""
+    """The bounds of one caller's calls. A `complete` has the longest policy of all calls of `prepare` for its
+    component: the fleet may have refused the last call, of another thread."""
 
     def __init__(self) -> None:
-        self._prepared: dict[str, Any] = {"policy": {"barrier": "rolling"}}  # another caller may have prepared so
+        self._prepared: dict[str, dict[str, Any]] = {}
 
     def of(self, op: str, body: dict[str, Any]) -> float:
+        component = str(body.get("component"))
         if op == "prepare_weights_update":
-            self._prepared = body
-        policy = self._prepared.get("policy") if op == "complete_weights_update" else body.get("policy")
-        return call_bound_s(op, {**body, "policy": policy})
+            both = (self._prepared.get(component, body), body)
+            self._prepared[component] = max(both, key=lambda one: call_bound_s(op, one))
+        if op == "complete_weights_update":
+            body = {**body, "policy": self._prepared.get(component, BY_ANOTHER).get("policy")}
+        return call_bound_s(op, body)
 
 
 def call_bound_s(op: str, body: dict[str, Any]) -> float:

@@ -97,6 +97,7 @@ class Worker:
             self.state.incarnation,
             self._loaded_adapters,
         )
+        bus.on_reconnect(peers.reconnected)
         model = Transport.model_validate(directory_transport(member_info["model_path"]))
         self.updates = WeightUpdates(adapter, info, self._staged_changed, peers.offer)
         self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses, self.core.numerics)
@@ -220,8 +221,9 @@ class Worker:
         `leaving`: the worker does not open again."""
         self.state.close(reason)
         self._tell()
-        # Frozen requests can't end, so there is nothing to wait for.
-        return await self._generation.wait_idle(0.0 if self.state.pause_mode == "keep" else timeout_s)
+        # Requests of an engine that stands still can't end, so there is nothing to wait for.
+        stands = self.state.pause_mode is not None or not self.state.may_run
+        return await self._generation.wait_idle(0.0 if stands else timeout_s)
 
     async def stop(self) -> None:
         """Leaves the membership and ends the background tasks. The caller closes the engine."""

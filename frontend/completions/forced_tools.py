@@ -123,13 +123,14 @@ def calls_of(text: str, forced: Forced, reply_id: str) -> list[dict[str, Any]] |
             made = [(one["name"], one["parameters"]) for one in value]
         else:
             made = [(forced.function.name, value)]
-    except (ValueError, TypeError, KeyError):
+        written = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in made]
+    except (ValueError, TypeError, KeyError, RecursionError):  # RecursionError: a thousand levels
         return None
     return [
         {
             "id": f"call-{reply_id}-{number}",
             "type": "function",
-            "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+            "function": {"name": name, "arguments": arguments},
         }
-        for number, (name, arguments) in enumerate(made)
+        for number, (name, arguments) in enumerate(written)
     ]

@@ -171,9 +171,11 @@ class RecordWriter:
         self._buffered = 0
 
     def _make_room(self) -> None:
-        """Deletes the oldest files, also those of earlier frontends. Only a file that has a record may replace them."""
-        found = sorted(self._folder.glob(PATTERN))
-        for old in found[: max(0, len(found) - self._files)]:
+        """Deletes the oldest files, also those of earlier frontends. Only a file that has a record may replace them.
+
+        The file that is written stays. By its name it is not the newest if the clock was set back."""
+        found = [one for one in sorted(self._folder.glob(PATTERN)) if one != self._path]
+        for old in found[: max(0, len(found) + 1 - self._files)]:
             old.unlink(missing_ok=True)
 
     def _on_error(self, error: OSError) -> None:

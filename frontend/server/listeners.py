@@ -132,6 +132,11 @@ class _Heads:
         self.limits = limits
         self.closing = LimitedLog(log)
         self.waiting: dict[_Protocol, asyncio.TimerHandle] = {}
+        self.idle: dict[_Protocol, None] = {}
+        """The connections whose last request was answered, and which have sent nothing since."""
+
+    def oldest_unused(self) -> _Protocol | None:
+        return next(iter((*self.waiting, *self.idle)), None)
 
     def wait(self, connection: _Protocol) -> None:
         if connection not in self.waiting:
@@ -139,6 +144,7 @@ class _Heads:
             self.waiting[connection] = timer
 
     def end(self, connection: _Protocol) -> None:
+        self.idle.pop(connection, None)
         if (timer := self.waiting.pop(connection, None)) is not None:
             timer.cancel()
 
@@ -161,11 +167,19 @@ class _Protocol(H11Protocol):
                 self._heads.limits.connections,
             )
             # The oldest connection without a request makes room. If each has one, there is no room.
-            next(iter(self._heads.waiting), self).close_silent()
+            (self._heads.oldest_unused() or self).close_silent()
         if not self.transport.is_closing():
             self._heads.wait(self)
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if (
+            not self.transport.is_closing() and self.cycle.response_complete
+        ):  # else the next request was there already
+            self._heads.idle[self] = None
+
     def data_received(self, data: bytes) -> None:
+        self._heads.idle.pop(self, None)
         super().data_received(data)
         if self.cycle is None:
             return  # the first head is not complete

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_plane._util.change_lock import changing
 from rl_plane._util.extras import missing_module
 from rl_plane.bus.credentials import INSTANCE_ID, ROLE, NatsCredentials
 from rl_plane.bus.roles import ANSWERS_FOR, ROLES, Role, permissions
@@ -86,30 +87,34 @@ class KeyFolder:
             raise InvalidRequest(
                 f"the name {name[:64]!r} is no file name", field="NAME", fix="use a-z, 0-9 and '-', such as gpu-17"
             )
-        fleet, keys = self._load()
-        file_name = role if name is None else f"{role}-{name}"
-        if any(key.name == file_name for key in keys):
-            raise InvalidRequest(
-                f"there is a key {file_name} already",
-                field="NAME",
-                fix=f"give the new key another name, or remove that one: `rl-plane keys remove {file_name}`",
-            )
-        made = self._make(role, file_name, own=name is not None)
-        self._save(fleet, [*keys, made])
+        self._load()  # refuses a path that is no such folder
+        with changing(self.path):
+            fleet, keys = self._load()
+            file_name = role if name is None else f"{role}-{name}"
+            if any(key.name == file_name for key in keys):
+                raise InvalidRequest(
+                    f"there is a key {file_name} already",
+                    field="NAME",
+                    fix=f"give the new key another name, or remove that one: `rl-plane keys remove {file_name}`",
+                )
+            made = self._make(role, file_name, own=name is not None)
+            self._save(fleet, [*keys, made])
         return made
 
     def remove(self, name: str) -> KnownKey:
         """Makes the server forget a key, from its next reload on. Deletes the seed."""
-        fleet, keys = self._load()
-        found = [key for key in keys if key.name == name]
-        if not found:
-            raise InvalidRequest(
-                f"there is no key {name[:64]!r}",
-                field="NAME",
-                fix=f"use one of {', '.join(key.name for key in keys)}",
-            )
-        self._save(fleet, [key for key in keys if key.name != name])
-        self.seed_of(name).unlink(missing_ok=True)
+        self._load()  # refuses a path that is no such folder
+        with changing(self.path):
+            fleet, keys = self._load()
+            found = [key for key in keys if key.name == name]
+            if not found:
+                raise InvalidRequest(
+                    f"there is no key {name[:64]!r}",
+                    field="NAME",
+                    fix=f"use one of {', '.join(key.name for key in keys)}",
+                )
+            self._save(fleet, [key for key in keys if key.name != name])
+            self.seed_of(name).unlink(missing_ok=True)
         return found[0]
 
     # ---- using it ----
@@ -139,7 +144,8 @@ class KeyFolder:
             hashlib.blake2b(public.encode(), digest_size=8).hexdigest() if own and role == "worker" else None
         )
         notes = [f"# {ROLE}: {role}"] + ([f"# {INSTANCE_ID}: {instance_id}"] if instance_id else [])
-        self._write(f"{name}.nk", "\n".join([*notes, seed.decode(), ""]))
+        # A file that is there belongs to no key: the process that made it ended before the key was known.
+        self._write(f"{name}.nk", "\n".join([*notes, seed.decode(), ""]), again=True)
         return KnownKey(name, role, public, instance_id)
 
     def _load(self) -> tuple[dict[str, Any], list[KnownKey]]:
@@ -163,7 +169,9 @@ class KeyFolder:
         target = self.path / name
         place = target.with_name(f".{name}.new") if again else target
         with open(
-            os.open(place, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if again else os.O_EXCL), 0o600), "w"
+            os.open(place, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if again else os.O_EXCL), 0o600),
+            "w",
+            encoding="utf-8",
         ) as file:
             file.write(text)
         if again:
@@ -189,17 +197,18 @@ def _server_config(tls: ServerTls | None) -> str:
     if tls is not None:
         lines += [
             "tls {",
-            f"  cert_file: {json.dumps(str(tls.cert.absolute()))}",
-            f"  key_file: {json.dumps(str(tls.cert_key.absolute()))}",
-            *(
-                [f"  ca_file: {json.dumps(str(tls.ca.absolute()))}", "  verify: true"]
-                if tls.ca is not None
-                else []
-            ),
+            f"  cert_file: {_quoted(tls.cert)}",
+            f"  key_file: {_quoted(tls.cert_key)}",
+            *([f"  ca_file: {_quoted(tls.ca)}", "  verify: true"] if tls.ca is not None else []),
             "}",
             "",
         ]
     return "\n".join(lines)
+
+
+def _quoted(path: Path) -> str:
+    """The path for nats-server, which knows no `\\u` in a string."""
+    return json.dumps(str(path.absolute()), ensure_ascii=False)
 
 
 def _accounts(fleets: Sequence[Subjects], keys: Sequence[KnownKey]) -> str:

@@ -508,7 +508,7 @@ class StreamReceiver:
     def _denied(self, subject: str, error: PermissionDenied) -> None:
         for stream in list(self._open.values()):
             if stream.subject.lower() == subject:
-                stream.fail(error)
+                stream.fail(type(error)(error.message, **error.facts))  # a caller adds its own tokens to its error
 
     async def _reconnected(self) -> None:
         for stream in list(self._open.values()):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from rl_plane._util.change_lock import changing
 from rl_plane.cli.output import BadSetting, say, say_json
 from rl_plane.cli.setting_types import PATH
 from rl_plane.cli.settings import Command, command
@@ -67,10 +68,11 @@ def remove_key(given: Command) -> int:
 @contextlib.contextmanager
 def _changing(file: Path) -> Iterator[dict[str, Caller]]:
     """The keys of the file, to change in place. The file is replaced in one step, readable by its owner only."""
-    keys = parse_keys_file(file.read_bytes()) if file.exists() else {}
-    yield keys
-    written = file.with_name(file.name + ".new")
-    descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.writelines(format_entry(caller, hashed) for hashed, caller in keys.items())
-    written.replace(file)
+    with changing(file.absolute().parent):
+        keys = parse_keys_file(file.read_bytes()) if file.exists() else {}
+        yield keys
+        written = file.with_name(file.name + ".new")
+        descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            stream.writelines(format_entry(caller, hashed) for hashed, caller in keys.items())
+        written.replace(file)

@@ -223,7 +223,8 @@ class FleetState(Merged):
     adapters: dict[str, VersionReply]
     """Adapter → its committed version."""
     sources: list[dict[str, Any]]
-    """The transports from which a worker can fetch the committed version, in order."""
+    """The transports from which a worker can fetch the committed version, in order. While an update may return to the
+    version before, that version's follow."""
     encoding: str | None
     """The form in which the committed version was sent: `full`, `delta` or `partial`. None: there is no version."""
     sent_bytes: int | None

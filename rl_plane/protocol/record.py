@@ -151,14 +151,14 @@ class DecisionRecord(Stored):
 
     @property
     def sources(self) -> list[VersionSource]:
-        """All sources from which a worker that heals may fetch."""
+        """All sources from which a worker that heals may fetch, also after the return to `fallback`."""
         found: list[VersionSource] = []
         for source in (self.source, *(adapter.source for adapter in self.adapters.values())):
             before: VersionSource | None = source
             while before is not None:
                 found.append(before)
                 before = before.before
-        return found
+        return found + (self.fallback.sources if self.fallback is not None else [])
 
     @property
     def final(self) -> bool:

@@ -459,7 +459,7 @@ class Attempt:
                 update.set_result(self._retry_while_locked(self._run_update))
             except BaseException as error:
                 try:
-                    self.committed = isinstance(error, (Conflict, Unavailable)) and self._was_committed()
+                    self.committed = isinstance(error, (Conflict, *_NO_ANSWER)) and self._was_committed()
                     if not self.committed and not self._stays_open(sender, error):
                         self._close(sender)
                 finally:
@@ -481,7 +481,7 @@ class Attempt:
             op, request_id, body = "update_weights", self._update_id, self._body
         try:
             return self._run(op, body, request_id)
-        except Unavailable as error:
+        except _NO_ANSWER as error:
             if not _is_no_answer(error) or self._wants_only_the_reason:
                 raise
             raise OutcomeUnknown(
@@ -518,9 +518,14 @@ class Attempt:
             target["op"] = "swap"
 
 
+_NO_ANSWER = (Unavailable, DeadlineExceeded)
+"""The kinds of errors that may not say how a call has ended."""
+
+
 def _is_no_answer(error: PlaneError) -> bool:
     """True if the error does not say how the call has ended: no frontend or no NATS server answers, or it is ending."""
-    return type(error) is Unavailable or isinstance(error, (BusUnreachable, FrontendEnding, OutcomeUnknown))
+    unanswered = (BusUnreachable, FrontendEnding, OutcomeUnknown, DeadlineExceeded)
+    return type(error) is Unavailable or isinstance(error, unanswered)
 
 
 def _transport_call(act: Callable[[], T]) -> T:

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
-from rl_plane.errors import InvalidRequest, InvalidWeights
+from rl_plane.errors import InvalidRequest, InvalidWeights, NoWorkers
 from rl_plane.protocol.canary import Canary
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.relay import RelayPlan, SourceUse
@@ -345,10 +345,14 @@ class SenderContext:
     def publisher(self) -> str:
         """The name of this publisher, the same after a restart. It tells the versions of one publisher from another's.
 
-        The option `publisher`, or this machine's name and what is published.
+        The option `publisher`, or this machine's name, the workers' component and what is published.
         """
-        default = f"{platform.node()}/{'base' if self.adapter is None else f'adapter {self.adapter}'}"
-        name = self.options.get("publisher", default)
+        name = self.options.get("publisher")
+        if "publisher" not in self.options:
+            fleets = [f"{one['namespace']}.{one['component']}" for one in self.workers()]
+            if not fleets:
+                raise NoWorkers("all workers have left", fix="publish again when there are workers")
+            name = f"{platform.node()}/{fleets[0]}/{'base' if self.adapter is None else f'adapter {self.adapter}'}"
         if not isinstance(name, str) or not name:
             raise InvalidRequest(
                 f"publisher is {name!r}", field="options.publisher", fix="give each publisher a name of its own"

@@ -6,6 +6,8 @@ import asyncio
 import re
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,9 +16,9 @@ import pytest
 
 from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
 from rl_plane.bus.credentials import NatsCredentials
-from rl_plane.bus.key_folder import KeyFolder
+from rl_plane.bus.key_folder import KeyFolder, ServerTls
 from rl_plane.bus.roles import ROLES, Role
-from rl_plane.bus.server import NatsServer
+from rl_plane.bus.server import NatsServer, find_binary
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, PermissionDenied, Unauthorized
 from rl_plane.protocol.record import DecisionRecord
@@ -33,6 +35,7 @@ from tests.support.role_walk import (
     walk,
 )
 
+BOUND_S = 30.0
 WALKED = "<!-- made by `python -m tests.support.role_walk` -->"
 
 
@@ -271,6 +274,33 @@ def test_no_key_is_ever_overwritten(folder: KeyFolder) -> None:
     after = {file.name: file.read_bytes() for file in folder.path.glob("*.nk")}
     assert before.items() <= after.items()
     assert after.keys() - before.keys() == {"worker-gpu-1.nk"}
+
+
+def test_keys_that_are_added_at_once_are_all_known(folder: KeyFolder) -> None:
+    names = [f"gpu-{number}" for number in range(4)]
+    command = [sys.executable, "-m", "rl_plane.cli.main", "keys", "add", "worker"]
+    adding = [subprocess.Popen([*command, name, "--keys", str(folder.path)]) for name in names]
+    assert [one.wait(BOUND_S) for one in adding] == [0] * len(names)
+    assert {f"worker-{name}" for name in names} <= {key.name for key in folder.known()}
+
+
+def test_the_seed_of_a_key_that_was_never_known_is_replaced(folder: KeyFolder) -> None:
+    """The process that made it was killed before it had written the other files."""
+    folder.seed_of("worker-gpu-1").write_text("half")
+    added = folder.add("worker", "gpu-1")
+    assert added in folder.known()
+    assert "half" not in folder.seed_of("worker-gpu-1").read_text()
+
+
+def test_nats_reads_paths_that_are_not_ascii(tmp_path: Path) -> None:
+    home = tmp_path / "josé"
+    folder = KeyFolder(home / "keys")
+    folder.init(FLEET.namespace, [FLEET.component], ServerTls(home / "server.pem", home / "server-key.pem"))
+    done = subprocess.run(
+        [find_binary(), "-t", "-c", str(folder.config)], capture_output=True, text=True, timeout=BOUND_S
+    )
+    said = done.stdout + done.stderr
+    assert "no such file" in said, said  # it has read the path, where no certificate is
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,19 @@ async def test_connections_without_a_request_make_room(plane: Plane, caplog: pyt
         assert (await http.get("/v1/rl/health")).status_code == 200
 
 
+async def test_the_connection_that_is_idle_for_longest_makes_room(plane: Plane) -> None:
+    async with facade(plane, limits=FrontendLimits(connections=2)) as http, contextlib.AsyncExitStack() as stack:
+        readers = []
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
+            stack.callback(writer.close)
+            writer.write(b"GET /v1/rl/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            async with asyncio.timeout(BOUND_S):
+                assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200")
+            readers.append(reader)
+        await _closed(readers[0])
+
+
 async def test_a_frontend_takes_more_connections_than_the_usual_soft_limit_allows(plane: Plane) -> None:
     with frontend_process(plane, open_files="1024") as (url, _):
         async with contextlib.AsyncExitStack() as stack:

@@ -296,3 +296,7 @@ def test_a_prepared_update_is_completed_with_the_same_bounds() -> None:
     assert 2000 < bounds.of("prepare_weights_update", patient) < 4000
     assert bounds.of("complete_weights_update", {}) > 4000  # so long it waits for the lock, too
     assert bounds.of("update_weights", {}) < 600
+    bounds.of("prepare_weights_update", {"component": "other"})  # another thread's
+    bounds.of("prepare_weights_update", {})  # the fleet refuses it: an update is prepared
+    assert bounds.of("complete_weights_update", {}) > 4000
+    assert bounds.of("complete_weights_update", {"component": "other"}) < 1500

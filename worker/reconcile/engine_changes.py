@@ -117,7 +117,11 @@ class EngineChanges:
             nonlocal freezing
             freezing = asyncio.create_task(self.freeze(mode, bound_s)) if waits else None
             if freezing is not None:
-                await asyncio.wait([freezing])
+                try:
+                    await asyncio.wait([freezing])
+                except asyncio.CancelledError:  # the update was aborted
+                    await self._thaw(freezing)
+                    raise
             if freezing is None or freezing.cancelled():
                 raise EngineFailed("the deadline has passed, and the engine was not paused")
             freezing.result()
@@ -140,6 +144,14 @@ class EngineChanges:
                 self._core.overwrite_failed()
             self.look()
             raise
+
+    async def _thaw(self, freezing: asyncio.Task[None]) -> None:
+        """Ends a pause that is no longer needed, also if it has just come about."""
+        freezing.cancel()
+        await asyncio.wait([freezing])
+        done = not freezing.cancelled() and freezing.exception() is None
+        if done and self._core.state.pause_mode is None and self._core.state.may_run:
+            await self._engine.run(self._adapter.resume(), to_its_end=True)
 
     async def step(
         self, step: Swap | Unload | Relabel, pause_s: float, freeze_s: float | None
@@ -182,6 +194,8 @@ class EngineChanges:
                 self._watch.answered()
             core.swapped(swap, time.monotonic())
             swapped = True
+            # Before anything that the deadline can cut off: a pause without a lease would never end by itself.
+            state.keep_paused(swap.pause_mode, time.monotonic(), pause_s)
             await self.score_wanted()
         except BaseException as error:
             lost, cut = isinstance(error, AdapterLost), isinstance(error, asyncio.CancelledError)
@@ -198,7 +212,6 @@ class EngineChanges:
                 if swapped:  # also if the deadline passes during the resume
                     done = self._note_commit(swap, flushed, time.monotonic() - start)
                     await self._updates.swapped()
-        state.keep_paused(swap.pause_mode, time.monotonic(), pause_s)
         return done
 
     def _note_commit(self, swap: Swap | Unload, flushed: bool, swap_s: float) -> CommittedReply:

@@ -26,6 +26,8 @@ log = logging.getLogger("worker.reconcile.peers")
 
 OFFERS = 1024
 """So many offers stay in the bucket. Dead workers have the oldest."""
+AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""The pauses between attempts to write an offer. After the last one, the next reconnect or offer tries again."""
 TRIED = 3
 """A worker asks so many peers, one after another. A peer that can't be reached costs ten seconds."""
 
@@ -61,9 +63,15 @@ class Peers:
     """This worker's incarnation."""
     _loaded: Callable[[], Collection[str]]
     """Returns the digests of the adapters that the engine has loaded."""
-    _offered: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _offered: list[dict[str, Any]] | None = field(default_factory=list, init=False)
+    """The offer that NATS has. None: unknown."""
     _offering: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+
+    async def reconnected(self) -> None:
+        """Writes the offer again after an outage of NATS, which may have lost it."""
+        self._offered = self._offered and None  # an offer that was empty needs none
+        self.offer()
 
     def offer(self) -> None:
         """Writes in the background where other workers can fetch the engine's copies, if that has changed."""
@@ -73,9 +81,13 @@ class Peers:
 
     async def _offer(self) -> None:
         async with self._offering:
-            await self._write_offer()
+            for again_s in AGAIN_S:
+                if await self._write_offer():
+                    return
+                await asyncio.sleep(again_s)
 
-    async def _write_offer(self) -> None:
+    async def _write_offer(self) -> bool:
+        """Returns whether NATS has the offer."""
         try:
             places = await asyncio.to_thread(self._adapter.receiver.offer, list(self._loaded()))
             if places != self._offered:
@@ -85,10 +97,12 @@ class Peers:
                 self._offered = places
                 await self._bus.keep_newest(self._subjects.offers, ">", OFFERS)
                 log.info("%s offers its weights to other workers", self._bus.name)
+            return True
         except PlaneError as error:
             log.warning("%s can't offer its weights to other workers: %s", self._bus.name, error)
         except Exception:
             log.exception("%s can't offer its weights to other workers", self._bus.name)
+        return False
 
     async def bring(self, digest: str, take: Callable[[Mapping[str, Any]], Awaitable[object]]) -> bool:
         """Calls `take(transport)` for peers that offer this digest, the nearest first. Returns whether one call

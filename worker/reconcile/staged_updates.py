@@ -310,7 +310,7 @@ class WeightUpdates:
         opened.set_result(None)
         if request.in_place:
             try:
-                await taint()
+                await _taint(request, taint, cancelled)
             except BaseException:
                 await asyncio.to_thread(self._receiver.discard, name)
                 raise
@@ -446,6 +446,23 @@ def _log_failure(discarding: asyncio.Task[None]) -> None:
     error = None if discarding.cancelled() else discarding.exception()
     if error is not None:
         log.warning("what was staged could not be discarded: %s", error)
+
+
+async def _taint(request: ReceiveRequest, taint: Taint, cancelled: threading.Event) -> None:
+    """Calls `taint`, which may wait until the running requests end. An abort ends this wait, and the engine has lost
+    nothing then."""
+    tainting = asyncio.ensure_future(taint())
+    try:
+        while not (tainting.done() or cancelled.is_set()):
+            await asyncio.wait([tainting], timeout=LOOK_S)
+        if not tainting.done():
+            tainting.cancel()
+            await asyncio.wait([tainting])
+    finally:
+        tainting.cancel()
+    if tainting.cancelled():
+        raise _aborted(request)
+    tainting.result()
 
 
 def _aborted(request: ReceiveRequest) -> UpdateAborted:

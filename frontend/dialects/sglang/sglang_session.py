@@ -179,7 +179,12 @@ class Updates:
         }
         self._open_until = 0.0  # until the part has come
         with begun(NOT_POSSIBLE):
-            reply = await self._context.calls.run("receive_weights_part", part, digest=digest)
+            try:
+                reply = await self._context.calls.run("receive_weights_part", part, digest=digest)
+            except InvalidRequest:
+                if session is None:  # nothing has come of this update: it must not lock the fleet
+                    await self._abort(update_id)
+                raise
         self._open_until = time.monotonic() + self._context.session_idle_s
         # Call it after each part, because it extends the time of the update.
         if await self.waits_for_more(update_id, was_begun=was_begun):
@@ -379,11 +384,10 @@ class Updates:
             "group": fields.group_name,
             "timeout_s": self._context.part_timeout_s,
         }
-        with begun():
-            # The trainer sends as soon as the answer is "ready", so what does not fit must fail before.
-            await self._context.calls.run("receive_weights_part", {**part, "check_only": True}, digest=digest)
         try:
             with begun():
+                # The trainer sends as soon as the answer is "ready", so what does not fit must fail before.
+                await self._context.calls.run("receive_weights_part", {**part, "check_only": True}, digest=digest)
                 # This comes before the call that receives, which nothing else may end.
                 await self.opened.takes_more(update_id)
                 call = self._context.calls.run("receive_weights_part", part, digest=digest)
@@ -391,11 +395,14 @@ class Updates:
                 # `complete` raises the error. Until then it counts as retrieved.
                 task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
                 await self._wait_until_listening(update_id, task)
-        except PlaneError:
-            with contextlib.suppress(PlaneError):  # the trainer will not send it
-                await self._context.calls.run("abort_weights_update", {"update_id": update_id})
+        except PlaneError:  # the trainer will not send it
+            await self._abort(update_id)
             raise
         self._receiving = _Receiving(update_id, fields.num_buckets, fields.group_name, task)
+
+    async def _abort(self, update_id: str) -> None:
+        with contextlib.suppress(PlaneError):  # it may have ended
+            await self._context.calls.run("abort_weights_update", {"update_id": update_id})
 
     async def _wait_until_listening(self, update_id: str, task: asyncio.Task[dict[str, Any]]) -> None:
         """Waits until the fleet is locked for these tensors: another change may come first. The bounds of the call that
@@ -427,6 +434,7 @@ class Updates:
         except PlaneError:
             self._receiving = None  # the update has ended
             raise
+        receiving = self._receiving or receiving  # it may have got its label meanwhile
         if label is not None:
             receiving = self._receiving = receiving._replace(label=None)  # a repeated call too
         return receiving.buckets, await self.commit(receiving.update_id, label or receiving.label, kv)

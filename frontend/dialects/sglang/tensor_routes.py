@@ -37,7 +37,7 @@ from frontend.dialects.sglang.update_routes import refuse_draft, report_unused
 from frontend.server.large_bodies import LongText
 from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report_given
 from rl_plane.bus.state_store import read_record
-from rl_plane.errors import Conflict, InvalidRequest, Locked, Unsupported
+from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError, Unsupported
 from rl_plane.protocol.validation import Label
 
 MAX_BODY_BYTES = 256 << 20
@@ -117,7 +117,12 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
                     "an update is received in another way already", field=FIELD, fix="send one in one way"
                 )
             held.add(tensors, fields.policy, fields.weight_version)
-            if await updates.waits_for_more(held.update_id) or not held.is_whole:
+            try:
+                more = await updates.waits_for_more(held.update_id)
+            except PlaneError:  # the whole update ends
+                held.drop()
+                raise
+            if more or not held.is_whole:
                 return {
                     "success": True,
                     "message": f"{len(tensors)} tensors have come, {len(held)} of this update",

@@ -187,6 +187,8 @@ class Following:
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or self._publication.given_up or error
+        if self._change is not None:  # this rank may never learn whether the copy has the committed version
+            self._follower.copy.forget()
 
     def _obey(self, until: str, begins_within_s: float | None = None) -> None:
         link = self._follower.link

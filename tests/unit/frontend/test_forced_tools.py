@@ -83,6 +83,7 @@ def test_calls_that_are_not_forced_give_no_form() -> None:
         ("[1]", REQUIRED, None),
         ('[{"name": "wait"}]', REQUIRED, None),
         ("5", REQUIRED, None),
+        ('{"a":' * 100_000, LOOK, None),
     ],
 )
 def test_calls_are_read_from_a_whole_text(text: str, forced: Forced, calls: list[tuple[str, str]] | None) -> None:

@@ -85,6 +85,18 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
     assert [line["id"] for line in lines(tmp_path / "records")] == ["r4", "r5", "r6"]
 
 
+def test_the_file_that_is_written_stays_if_the_clock_was_set_back(tmp_path: Path) -> None:
+    now = iter(range(10**12, 0, -(10**9)))
+    writer = RecordWriter(tmp_path, 2, file_bytes=10, clock=lambda: next(now))
+    writer.start()
+    for number in range(5):
+        writer.put(record(number))
+        until(lambda: writer.counts["written"] > number)  # noqa: B023
+        assert f"r{number}" in {line["id"] for line in lines(tmp_path)}
+    writer.close()
+    assert len(lines(tmp_path)) == 2
+
+
 def test_a_record_of_a_request_without_a_length_asks_for_the_tokens_that_were_made() -> None:
     assert record(tokens=7, max_tokens=ALL_THAT_FITS).to_wire()["body"]["max_tokens"] == 7
     assert record(tokens=0, max_tokens=ALL_THAT_FITS).to_wire()["body"]["max_tokens"] == 1

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,3 +178,20 @@ def test_wrong_options_are_named(root: str | None, options: dict[str, object], f
         build(SenderContext(lambda op, body: {}, Path(root) if root else None, options))
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]
+
+
+def test_publishers_of_two_components_keep_their_own_versions(tmp_path: Path) -> None:
+    paths: dict[str, list[Path]] = {"policy": [], "reward": []}
+
+    def publish(component: str) -> None:
+        def run(op: str, body: dict[str, Any]) -> dict[str, Any]:
+            sources = [{"backend": "filesystem", "path": str(paths[component][-1])}] if paths[component] else []
+            row = {"namespace": "n", "component": component, "status": "ok", "transports": ["filesystem"]}
+            return {"version": {"label": "x"}, "sources": sources, "workers": [row]}
+
+        paths[component].append(write(build(SenderContext(run, root=tmp_path)))[0])
+
+    for component in ("reward", "policy", "policy", "policy"):
+        publish(component)
+    assert paths["reward"][0].exists()
+    assert [path.exists() for path in paths["policy"]] == [False, True, True]

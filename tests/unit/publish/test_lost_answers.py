@@ -9,6 +9,7 @@ import pytest
 
 from rl_plane.errors import (
     Conflict,
+    DeadlineExceeded,
     FrontendEnding,
     InvalidWeights,
     Locked,
@@ -139,3 +140,18 @@ def test_weights_are_kept_after_an_error_only_if_this_update_has_committed_them(
     with publisher_to(scripted, source, sender) as publisher, pytest.raises(Conflict):
         publisher.publish("one")
     assert ("keep" in sender.events) is kept
+
+
+def test_an_answer_that_never_comes_leaves_the_outcome_unknown(scripted: ScriptedFacade, source: Path) -> None:
+    """A device on the way has dropped the idle connection, and the fleet has committed the version."""
+
+    def updates() -> dict[str, Any]:
+        ids = scripted.ids_of("update_weights")
+        return {"updates": [{"update_id": ids[0], "outcome": "committed"}]}
+
+    scripted.answers |= {"update_weights": [DeadlineExceeded("no answer")], "updates": [updates]}
+    sender = NotedSender()
+    with publisher_to(scripted, source, sender) as publisher:
+        with pytest.raises(OutcomeUnknown, match="one may be committed"):
+            publisher.publish("one")
+        assert sender.events == ["open", "keep", "close"]

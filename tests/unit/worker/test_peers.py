@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rl_plane.errors import Conflict, Unavailable
+from rl_plane.errors import BusUnreachable, Conflict, Unavailable
 from rl_plane.membership.core import Member
 from rl_plane.protocol.subjects import MEMBER_PREFIX, Entry, KeyValueBucket, Subjects
 from worker.reconcile.peers import Peers
 
+BOUND_S = 30.0
 OWN = "w0"
 SUBJECTS = Subjects("n", "c")
 
@@ -112,3 +115,44 @@ async def test_a_peer_is_not_blamed_for_an_update_that_is_in_the_way() -> None:
     with pytest.raises(Conflict, match="waiting for the update u"):
         await peers_of(store).bring("d", take)
     assert asked == ["w1"]
+
+
+class LosingStore(Store):
+    """A store that takes offers while it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there = True
+        self.taken: list[str] = []
+        self.took = asyncio.Event()
+
+    async def ensure_bucket(self, bucket: KeyValueBucket) -> None:
+        if not self.there:
+            raise BusUnreachable("the connection to NATS is down")
+
+    async def put(self, bucket: KeyValueBucket, key: str, value: bytes) -> None:
+        self.taken.append(json.loads(value)["places"][0]["digest"])
+        self.took.set()
+
+    async def keep_newest(self, *asked: Any) -> None:
+        """All stay."""
+
+    async def next(self) -> None:
+        async with asyncio.timeout(BOUND_S):
+            await self.took.wait()
+        self.took.clear()
+
+
+async def test_an_offer_outlives_an_outage_and_a_lost_store() -> None:
+    places = [{"digest": "d", "transport": {"backend": "road"}}]
+    engine: Any = SimpleNamespace(receiver=SimpleNamespace(offer=lambda loaded: places))
+    store: Any = LosingStore()
+    peers = Peers(store, SUBJECTS, engine, ["road"], "A", f"{OWN} 1", lambda: ())
+    store.there = False
+    peers.offer()
+    store.there = True
+    await store.next()
+    peers.offer()  # nothing has changed
+    await peers.reconnected()
+    await store.next()
+    assert store.taken == ["d", "d"]
