@@ -134,6 +134,7 @@ async def test_an_abort_reaches_an_update_in_place_that_waits_for_its_turn(abort
     turn.set()
     if aborted == "another":
         await engine.is_open.wait()
+        engine.may_discard.set()
         assert await calls.abort(AbortUpdate(update_id="u"), 1) == {"discarded": True}
         with pytest.raises(UpdateAborted, match="while it was received"):
             await prepare
