@@ -147,6 +147,7 @@ async def test_an_abort_reaches_an_update_in_place_that_waits_for_its_turn(abort
 async def test_a_heal_in_place_ends_when_the_next_update_in_place_comes() -> None:
     """The heal changes the engine until it ends, so the update could not begin before."""
     engine, changing = Engine(), asyncio.Lock()
+    engine.may_discard.set()
 
     class Changes:
         @asynccontextmanager
