@@ -141,7 +141,8 @@ class Lead:
         if number is None:
             number = max(self._senders, default=0) + 1
             self._senders[number] = sender
-        rows = [{key: row.get(key) for key in ("instance_id", "host", "transports")} for row in workers()]
+        facts = ("instance_id", "namespace", "component", "host", "transports")
+        rows = [{key: row.get(key) for key in facts} for row in workers()]
         self._used = number
         self.tell_all("sender", {"backend": sender.backend, "number": number, "workers": rows})
         self.replies("sender")
