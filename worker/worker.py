@@ -320,8 +320,8 @@ class Worker:
     def _staged_changed(self, staged: StagedUpdate | None) -> None:
         if staged is not None and staged.reply is not self._counted:
             self._counted = staged.reply  # another coordinator may take the same weights over
-            assert staged.request.transport is not None, "it has brought them"
-            self.received_bytes[staged.request.transport.backend] += staged.reply["bytes"]
+            if (transport := staged.request.transport) is not None:  # None: nothing came, it is the kept copy
+                self.received_bytes[transport.backend] += staged.reply["bytes"]
         self.core.is_staged(staged.for_core() if staged is not None else None)
 
     def _record_changed(self) -> None:

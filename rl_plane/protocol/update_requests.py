@@ -155,7 +155,8 @@ class ReceiveRequest(Body):
     update_id: str = Field(min_length=1, max_length=128)
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
     transport: Transport | None = None
-    """None only to unload an adapter."""
+    """None: nothing is received. An adapter is unloaded, or a worker that heals itself stages its kept copy of the base
+    weights."""
     encoding: Encoding = "full"
     base: str | None = Field(None, pattern=DIGEST)
     """For a delta or a partial version: the digest of the version that it changes."""
@@ -250,8 +251,8 @@ class ReceiveRequest(Body):
         )
         return self.model_copy(update={"base_chain": tuple(chain)})
 
-    def full_from(self, transport: Transport) -> Self:
-        """A request for this version as a whole, from `transport`."""
+    def full_from(self, transport: Transport | None) -> Self:
+        """A request for this version as a whole, from `transport`. None: from the worker's kept copy."""
         return self.model_copy(
             update={"transport": transport, "encoding": "full", "base": None, "base_chain": (), "relay": ()}
         )

@@ -14,6 +14,7 @@ from tests.support.dialect_facade import facade, fine
 from tests.support.faults import StatusLog, Stream
 from tests.support.fleet_updates import all_serve, generated, paused, states, update_of
 from tests.support.frontend_process import frontend
+from tests.support.ipc_trainer import Trainer
 from tests.support.memory_saver import WITHOUT_A_SAVER
 from tests.support.phase_hooks import VARIABLE
 from worker.engines.fake.fake_model import fake_token
@@ -62,6 +63,45 @@ async def test_an_update_needs_the_memory_of_weights_but_no_kv_cache(plane: Plan
         assert await all_serve(client, f"step_{step}")
         for one in ids:
             assert await generated(client, one, PROMPT, 4) == made_by(directory)
+
+
+SLOWLY = """
+import time
+from worker.receive.weight_receiver import Receiver
+opens = Receiver.open
+def slowly(self, staging, request, limits=None):
+    opens(self, staging, request, limits)
+    if request.update_id.startswith("heal-"):
+        time.sleep(0.5)
+Receiver.open = slowly
+"""
+"""Workers that heal at the same time open what they receive before one of them receives."""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_workers_that_all_lose_a_pushed_version_take_it_from_their_own_copies(
+    plane: Plane, count: int
+) -> None:
+    """The trainer is gone, and no worker can fetch by `ipc` again. A worker that fetched from a peer would drop its own
+    copy first."""
+    ids = [one.instance_id for one in await asyncio.to_thread(plane.spawn_many, count, patch=SLOWLY)]
+    fleet, pushing, new = await plane.fleet(), Trainer(), plane.model(1)
+    try:
+        pushing.publish(new, count)
+        transport = (await pushing.says("transport"))["transport"]
+        policy = {"keep_staged": True}
+        await fleet.run("update_weights", {"transport": transport, "version": "pushed", "policy": policy})
+        assert (await pushing.says("ended"))["ended"] is None
+    finally:
+        pushing.close()
+    for _ in range(2):
+        await fleet.run("release_memory")
+        await fleet.run("resume_memory")
+        await plane.until(lambda: all_serve(fleet.client, "pushed"), 30)
+        for one in ids:
+            assert await generated(fleet.client, one, PROMPT, 4) == made_by(new)
+    kept = [row["kept"] for row in (await states(fleet.client)).values()]
+    assert kept == [model_digest(new)] * count
 
 
 async def test_a_caller_waits_for_the_kv_cache_or_gets_the_reason_of_its_absence(plane: Plane) -> None:

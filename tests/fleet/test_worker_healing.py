@@ -15,9 +15,10 @@ from rl_plane.bus.token_stream import CREDIT_INTERVAL_S, StreamReceiver
 from rl_plane.errors import InvalidRequest, PlaneError, WorkerLost
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, PAUSE
 from rl_plane.protocol.versions import WeightVersion
-from tests.support.faults import Stream
+from tests.support.faults import Stream, spawn_faulty
 from tests.support.fleet_updates import generated
 from tests.support.healing import checksum_of, state_of, until_behind, until_open
+from tests.support.ipc_trainer import Trainer
 from tests.support.stream_messages import messages_of
 from worker.engines.fake.adapter import make_fake_model
 from worker.exit_codes import MODEL_CHANGED
@@ -205,6 +206,29 @@ async def test_releasing_memory_closes_and_resuming_heals(plane: Plane) -> None:
     assert not (await state_of(client, one.instance_id))["admission"]["open"]
     await fleet.run("resume_memory", {"tags": ["weights"]})
     await until_open(plane, client, one.instance_id, "step_1")
+
+
+async def test_a_pushed_version_whose_swap_failed_once_is_swapped_in_from_the_workers_own_copy(
+    plane: Plane,
+) -> None:
+    only = await asyncio.to_thread(spawn_faulty, plane, "fail_swap")
+    fleet, pushing = await plane.fleet(), Trainer()
+    client = fleet.client
+
+    async def failed() -> bool:
+        return "fail_swap" in str((await state_of(client, only.instance_id))["admission"]["reasons"])
+
+    try:
+        pushing.publish(plane.model(1), 1)
+        transport = (await pushing.says("transport"))["transport"]
+        body = {"transport": transport, "version": "pushed", "policy": {"keep_staged": True}}
+        update = asyncio.create_task(fleet.run("update_weights", body))
+        await plane.until(failed)
+    finally:
+        pushing.close()
+    only.mend("fail_swap")
+    await until_open(plane, client, only.instance_id, "pushed")
+    assert (await update)["version"]["label"] == "pushed"
 
 
 async def test_a_release_that_the_engine_refuses_closes_nothing(plane: Plane) -> None:

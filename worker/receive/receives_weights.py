@@ -31,8 +31,9 @@ class ReceivesWeights(ABC):
     def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
         """Opens the delivery in every rank and checks everything that needs none of its bytes. Touches nothing.
 
-        `staging`: a name that was not used before. `limits`: what a `canary.json` has to fit. Raises InvalidRequest or
-        InvalidWeights."""
+        `staging`: a name that was not used before. `limits`: what a `canary.json` has to fit. A request without a
+        transport asks for the kept copy of each rank, whose bytes `receive` hashes again. Raises InvalidRequest or
+        InvalidWeights. NotAtBase, also from `receive`: there is no such copy, or it was damaged and is dropped."""
 
     @abstractmethod
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:

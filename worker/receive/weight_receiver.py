@@ -111,8 +111,8 @@ class Receiver(ReceivesWeights):
         self._host_number = host_number
         self._memory_files = memory_files
         self._pool = AreaPool(shared=shared)
-        self.opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
-        """The open deliveries by the name of their staging."""
+        self.opened: dict[str, tuple[ReceiveRequest, Delivery | None]] = {}
+        """The open deliveries by the name of their staging. None: the kept copy is asked for."""
         self._partwise: dict[str, PartwiseDelivery] = {}
         """The partwise deliveries that are open, by staging name."""
         self._staged: dict[str, Staged] = {}
@@ -224,7 +224,12 @@ class Receiver(ReceivesWeights):
         if request.adapter is None:
             for left in [*self._to_keep, *self._undo]:  # of a receive that ended after its cancellation
                 self.discard(left)
-        assert request.transport is not None, "an unload receives nothing"
+        if request.transport is None:
+            assert request.adapter is None, "an unload receives nothing"
+            self._kept_as(request.digest)
+            self._count.begin(0)
+            self.opened[staging] = (request, None)
+            return
         if request.adapter is None:
             self._end_relays()
         at = self._host_number
@@ -256,6 +261,8 @@ class Receiver(ReceivesWeights):
         if opened is None:
             raise EngineFailed(f"nothing is open as {staging!r}")
         request, delivery = opened
+        if delivery is None:
+            return self._stage_kept(staging, request, cancelled)
         refetchable = delivery.refetchable
         how: dict[str, Any] = {
             "cast": request.cast,
@@ -327,7 +334,7 @@ class Receiver(ReceivesWeights):
         area = to_keep.area if to_keep is not None else area
         if area is not None:
             self._pool.lend(staging, area)
-        if to_keep is not None:
+        if to_keep is not None and to_keep is not self._kept:
             self.kept = replace(to_keep, changed={})
         self._undo.pop(staging, None)
         return staged
@@ -363,9 +370,9 @@ class Receiver(ReceivesWeights):
             before, changes = undo
             before.take_back(changes)
             self.kept = before
-        opened = self.opened.pop(staging, None)
-        if opened is not None:
-            opened[1].close()
+        _, delivery = self.opened.pop(staging, (None, None))
+        if delivery is not None:
+            delivery.close()
 
     # ---- memory ----
 
@@ -400,6 +407,34 @@ class Receiver(ReceivesWeights):
             return None
         self._pool.give_back(kept.area)
         return kept.digest
+
+    def _kept_as(self, digest: str | None) -> KeptCopy:
+        """Returns the kept copy. NotAtBase if it has another digest, or if there is none."""
+        kept = self.kept
+        if kept is None or kept.digest != digest:
+            raise NotAtBase(f"this worker keeps no copy of {digest}", field="transport", fix="name a transport")
+        return kept
+
+    def _stage_kept(self, staging: str, request: ReceiveRequest, cancelled: Cancelled) -> PreparedReply:
+        """Stages the kept copy after it has hashed all its bytes. The copy stays, and so does its offer."""
+        kept = self._kept_as(request.digest)
+        hashed = self._checked(kept, cancelled)
+        self._staged[staging] = self.holder.stage(hashed.with_digests().items(), cancelled)
+        self._to_keep[staging] = kept
+        return PreparedReply(digest=kept.digest, tensors=0, bytes=0, model_bytes=kept.nbytes, refetchable=False)
+
+    def _checked(self, copy: KeptCopy, cancelled: Cancelled) -> KeptCopy:
+        """Returns the copy with the digests that its bytes have now. A damaged copy is dropped, and the error is
+        NotAtBase."""
+        hashed = replace(copy, digests={}).hashed(cancelled)
+        if hashed.digest != copy.digest:
+            self._drop_copy()
+            raise NotAtBase(
+                f"this worker's copy of {copy.digest} was damaged in memory",
+                field="base",
+                fix="publish the full version",
+            )
+        return hashed
 
     def _spare_bytes(self) -> int:
         """The memory that base weights take over from earlier ones."""
@@ -494,15 +529,9 @@ class Receiver(ReceivesWeights):
 
     def _blame(self, known: KeptCopy | None, cancelled: Cancelled) -> None:
         """Finds out whether the update or the copy is wrong. A damaged copy is dropped, and the error is NotAtBase."""
-        if known is None:
-            return
-        if replace(known, digests={}).hashed(cancelled).digest != known.digest:
-            raise NotAtBase(
-                f"this worker's copy of {known.digest} was damaged in memory",
-                field="base",
-                fix="publish the full version",
-            )
-        self.kept = known
+        if known is not None:
+            self._checked(known, cancelled)
+            self.kept = known
 
     def _at_base(self, request: ReceiveRequest, base: str, cancelled: Cancelled) -> KeptCopy:
         """Brings the copy to the version that the update changes."""

@@ -158,11 +158,21 @@ class RecordFollower:
                 await self._changes.overwrite(request, None, "keep", FREEZE_S)
 
     async def _stage(self, request: ReceiveRequest, refetchable: bool) -> None:
-        """Receives into staging from the recorded source, or else from a worker that has a copy of the version.
+        """Stages the worker's own copy of the version. If it has none, receives into staging from the recorded source,
+        or else from a worker that has a copy.
 
         If the source is a trainer's memory, workers come first: they are nearer, and the trainer serves the fleet."""
         digest = request.digest
         assert digest is not None
+        # A receive drops the copy before the bytes come. Workers that heal from one another would drop all copies.
+        if await self._updates.keeps(request):
+            try:
+                await self._updates.prepare(request.full_from(None))
+            except NotAtBase as error:
+                log.warning("%s can't use its own copy: %s", self._core.state.instance_id, why(error))
+            else:
+                log.info("%s took the weights from its own copy", self._core.state.instance_id)
+                return
 
         async def take(transport: Mapping[str, Any]) -> None:
             await self._updates.prepare(request.full_from(Transport.model_validate(transport)))

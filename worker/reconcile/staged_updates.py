@@ -261,8 +261,8 @@ class WeightUpdates:
                 busy = under_way or self.staged
                 if fence is None and busy is not None and busy.fence is not None:
                     raise Conflict(f"waiting for the update {self.busy_with}, which is being prepared")
-                assert request.transport is not None, "an unload receives nothing"
-                self.check_backend(request.transport.backend)
+                if request.transport is not None:
+                    self.check_backend(request.transport.backend)
                 # Another coordinator may have left something here. It can't decide any more, because the present
                 # coordinator has sealed the record.
                 await self._drop(None)
@@ -358,6 +358,14 @@ class WeightUpdates:
         if staging.name is not None:
             await asyncio.to_thread(self._receiver.discard, staging.name)
             await self._read_cached_digest(staging.request)
+
+    async def keeps(self, request: ReceiveRequest) -> bool:
+        """Returns whether the engine keeps a copy of the requested base weights. It may also be of a swap that
+        failed."""
+        if request.adapter is not None:
+            return False
+        await self._read_cached_digest(request)
+        return self.cached_digest is not None and self.cached_digest == request.digest
 
     async def _read_cached_digest(self, request: ReceiveRequest) -> None:
         if not request.keeps_copy and self.cached_digest is None:

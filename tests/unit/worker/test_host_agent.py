@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rl_plane._util.tasks import never
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import TransportContext
 from rl_plane.weights.checkpoint import open_checkpoint
@@ -139,6 +139,38 @@ def test_the_area_becomes_the_copy(one_host: OneHost, new: Path) -> None:
     host.discard("t")
     with pytest.raises(EngineFailed, match="nothing is staged"):
         one_host.ranks.stage("t", never)
+
+
+def test_the_ranks_load_the_copy_again(one_host: OneHost, new: Path) -> None:
+    host, receiver = one_host.host, one_host.agent.receiver
+    host.open(*files_request("s", new, keep=True))
+    host.receive("s", never)
+    one_host.ranks.stage("s", never)
+    one_host.ranks.take("s")
+    host.take("s")
+    host.loaded("s")
+    copy = receiver.kept
+    assert copy is not None
+    request = files_request("own", new, digest=model_digest(new)).request.full_from(None)
+    for name in ("own", "again"):
+        for rank in one_host.all:
+            rank.loaded = {}
+        host.open(name, request)
+        reply = host.receive(name, never)
+        assert (reply["digest"], reply["bytes"]) == (model_digest(new), 0)
+        one_host.ranks.stage(name, never)
+        one_host.ranks.take(name)
+        host.take(name)
+        host.loaded(name)
+        assert [rank.loaded for rank in one_host.all] == [bytes_of(new)] * 2
+        assert receiver.kept is copy
+    next(iter(copy.tensors.values())).data[0] ^= 1
+    host.open("damaged", request)
+    with pytest.raises(NotAtBase, match="damaged"):
+        host.receive("damaged", never)
+    assert host.cached_digest() is None
+    with pytest.raises(EngineFailed, match="nothing is staged"):
+        one_host.ranks.stage("damaged", never)
 
 
 def test_weights_are_staged_only_where_every_rank_is_there(one_host: OneHost, new: Path) -> None:

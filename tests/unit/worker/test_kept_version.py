@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, UpdateAborted
+from rl_plane.protocol.record import VersionSource
 from rl_plane.protocol.update_requests import (
     CanaryLimits,
     DeltaChainEntry,
@@ -26,13 +27,15 @@ from rl_plane.protocol.update_requests import (
     UpdateWeights,
 )
 from rl_plane.protocol.validation import parse_body
-from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
+from rl_plane.protocol.versions import HostTensor, TensorSpec, WeightVersion, tensors_digest
 from tests.support.receive_requests import NamedRequest, named_request
 from tests.support.small_versions import Road, Tensors, raw, same, spec_of, step, weights
 from worker.engines.common.torch_weights import StagedTensors, host_copies
 from worker.receive.host_room import MemoryFiles
 from worker.receive.weight_holder import Staged, TensorStream
 from worker.receive.weight_receiver import Receiver
+from worker.reconcile.follower import RecordFollower
+from worker.reconcile.instructions import Fetch, Wait
 from worker.reconcile.staged_updates import WeightUpdates
 
 
@@ -344,12 +347,122 @@ def test_the_receiver_drops_a_damaged_copy() -> None:
     chain = Chain(worker.road, 2)
     worker.stage("v0")
     worker.swap("v0")
-    (place,) = (tensor.data for name, tensor in worker.kept() if name == "n")
-    place[3] ^= 1
+    damaged(worker)
     with pytest.raises(NotAtBase, match="damaged"):
         worker.stage("d1", **chain.delta(1))
     assert worker.receiver.kept is None
     assert worker.stage("d1", **chain.delta(1)) == chain.digests[1], "from where the base came"
+
+
+def own_copy(worker: Worker, staging: str, digest: str) -> NamedRequest:
+    """The request for the worker's own copy."""
+    return NamedRequest(staging, worker.reception(staging, digest=digest).request.full_from(None))
+
+
+@pytest.mark.parametrize("ends", ["discarded", "swapped"])
+@pytest.mark.parametrize("after", ["full", "delta"])
+def test_the_copy_is_staged_again_and_stays(after: str, ends: str) -> None:
+    worker = Worker()
+    chain, number = Chain(worker.road, 3), 1 if after == "delta" else 0
+    worker.stage("v0")
+    worker.swap("v0")
+    if after == "delta":
+        worker.stage("d1", **chain.delta(1))
+        worker.swap("d1")
+    opened, copy = list(worker.road.opened), worker.receiver.kept
+    worker.receiver.open(*own_copy(worker, "own", chain.digests[number]))
+    assert worker.receiver.receive("own", never)["digest"] == chain.digests[number]
+    assert worker.receiver.kept is copy
+    if ends == "discarded":
+        worker.receiver.discard("own")
+    else:
+        swapped = worker.swap("own")
+        assert all(torch.equal(tensor, chain.versions[number][name]) for name, tensor in swapped.items())
+    assert worker.receiver.kept is copy
+    assert worker.road.opened == opened, "nothing came"
+    worker.stage(f"d{number + 1}", **chain.delta(number + 1))
+    worker.swap(f"d{number + 1}")
+    assert same(dict(worker.kept()), chain.versions[number + 1])
+
+
+def damaged(worker: Worker) -> None:
+    (place,) = (tensor.data for name, tensor in worker.kept() if name == "n")
+    place[3] ^= 1
+
+
+def test_a_damaged_copy_is_not_staged_again() -> None:
+    worker = Worker()
+    digest = worker.road.put("one", weights())
+    worker.stage("one")
+    worker.swap("one")
+    damaged(worker)
+    worker.receiver.open(*own_copy(worker, "own", digest))
+    with pytest.raises(NotAtBase, match="damaged"):
+        worker.receiver.receive("own", never)
+    assert worker.receiver.kept is None
+    with pytest.raises(EngineFailed, match="nothing is staged"):
+        worker.receiver.take("own")
+    with pytest.raises(NotAtBase, match="keeps no copy"):
+        worker.receiver.open(*own_copy(worker, "own", digest))
+
+
+def test_a_copy_of_another_version_is_not_staged() -> None:
+    worker = Worker()
+    worker.road.put("one", weights())
+    other = worker.road.put("two", weights(2))
+    worker.stage("one")
+    worker.swap("one")
+    copy = worker.receiver.kept
+    with pytest.raises(NotAtBase, match="keeps no copy"):
+        worker.receiver.open(*own_copy(worker, "own", other))
+    assert worker.receiver.kept is copy
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+async def test_a_worker_heals_from_its_own_copy_before_it_asks_peers(is_damaged: bool) -> None:
+    """The recorded source can't be fetched again. The worker asks peers only if its own copy is damaged."""
+    worker = Worker()
+    digest = worker.road.put("one", weights())
+    worker.stage("one")
+    worker.swap("one")
+    if is_damaged:
+        damaged(worker)
+    asked: list[str] = []
+
+    class PeersOfRoad:
+        async def bring(self, digest: str, take: Callable[[Mapping[str, Any]], Awaitable[object]]) -> bool:
+            asked.append(digest)
+            await take({"backend": "road", "path": "one"})
+            return True
+
+    async def read() -> None:
+        pass
+
+    version = WeightVersion("run", 1, "one", digest)
+    source = VersionSource({"backend": "ipc"}, refetchable=False, keep_staged=True)
+    fetch = Fetch("heal-1", None, version, source)
+    engine: Any = SimpleNamespace(receiver=worker.receiver)
+    info: Any = SimpleNamespace(transports=("road",), vocab_size=512, max_model_len=512)
+    updates = WeightUpdates(engine, info, lambda staging: None, lambda: None)
+    core: Any = SimpleNamespace(
+        state=SimpleNamespace(instance_id="w0", digest=digest),
+        in_place=False,
+        next=lambda now: fetch if updates.staged is None else Wait(),
+    )
+    unused: Any = None
+    record: Any = SimpleNamespace(read=read)
+    peers: Any = PeersOfRoad()
+    model = Transport.model_validate({"backend": "filesystem"})
+    follower = RecordFollower(
+        unused, unused, core, engine, unused, record, unused, updates, peers, model, lambda: None
+    )
+    await follower.settle()
+    assert asked == [digest] * is_damaged
+    name = updates.take("heal-1")
+    assert name is not None
+    swapped = worker.swap(name)
+    assert all(torch.equal(tensor, weights()[name]) for name, tensor in swapped.items())
+    assert worker.receiver.cached_digest() == digest
 
 
 def test_the_versions_of_a_chain_must_be_deltas() -> None:
