@@ -96,12 +96,10 @@ def near(one: Vectors, other: Vectors) -> bool:
 
 
 def opened_as(receiver: Receiver, staging: str) -> tuple[Any, Any] | None:
-    """The transport and the delivery of what is opened under this name."""
-    opened = receiver.opened.get(staging)
-    if opened is None:
+    """The transport and the delivery of what is opened under this name. None: nothing is, or the worker's own copy."""
+    request, delivery = receiver.opened.get(staging, (None, None))
+    if request is None or request.transport is None:
         return None
-    request, delivery = opened
-    assert request.transport is not None
     return receiver.transports[request.transport.backend], delivery
 
 
