@@ -300,6 +300,10 @@ async def _taken_in_two_phases(replay: Replay, plane: Plane, client: RlClient) -
     """The answer `ready` comes only when every rank listens. If the caller does not get it, no rank still listens."""
     http, buckets = replay.http, parts_of(plane.model(1), 2)
     body = {"num_buckets": len(buckets), "buckets": buckets, "group_name": "g"}
+    unknown = [{**one, "dtypes": ["fp4"] * len(one["dtypes"])} for one in buckets]
+    refused(await http.post("/prepare_weights_update", json={**body, "buckets": unknown}), 400)
+    refused(await http.post("/update_weights_from_distributed", json={**unknown[0], "group_name": "g"}), 400)
+    fine(await http.post("/v1/rl/flush_cache", json={}))  # no update waits
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Opened, "takes_more", _unreachable)
         error = refused(await http.post("/prepare_weights_update", json=body), 409)

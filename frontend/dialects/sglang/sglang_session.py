@@ -38,8 +38,8 @@ from frontend.server.shared_routes import Fields
 from rl_plane.bus.lock import POLL_S, read_holder
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
 from rl_plane.protocol.record import KvPolicy, UpdateSession
-from rl_plane.protocol.update_requests import MAX_PART_TENSORS
-from rl_plane.protocol.validation import Label
+from rl_plane.protocol.update_requests import MAX_PART_TENSORS, Part
+from rl_plane.protocol.validation import Label, parse_body
 
 OWNER = "sglang"
 """The owner of the fleet's session."""
@@ -160,6 +160,7 @@ class Updates:
     async def take_part(self, part: dict[str, Any], fields: SglangUpdateFields, digest: str) -> dict[str, Any]:
         """Takes tensors as `take_broadcasts` does. `part`: the fields of `receive_weights_part` that describe them. A
         part without a `group` lies in memory of the trainer."""
+        parse_body(Part, part)  # an update that has begun would lock the fleet for a part that can't be received
         group: str | None = part.get("group")
         async with self._preparing:  # two stages of a trainer's pipeline may begin at once
             session = await self.session()
@@ -179,12 +180,7 @@ class Updates:
         }
         self._open_until = 0.0  # until the part has come
         with begun(NOT_POSSIBLE):
-            try:
-                reply = await self._context.calls.run("receive_weights_part", part, digest=digest)
-            except InvalidRequest:
-                if session is None:  # nothing has come of this update: it must not lock the fleet
-                    await self._abort(update_id)
-                raise
+            reply = await self._context.calls.run("receive_weights_part", part, digest=digest)
         self._open_until = time.monotonic() + self._context.session_idle_s
         # Call it after each part, because it extends the time of the update.
         if await self.waits_for_more(update_id, was_begun=was_begun):
@@ -373,17 +369,14 @@ class Updates:
         if before is not None and (not before.task.done() or await self.parts_standing() == before.update_id):
             raise Conflict("an update is received already", fix="complete_weights_update first")
         self._receiving = None
-        update_id = await self._prepare(fields.group_name, SglangUpdateFields())
-        every = [
-            [one for bucket in fields.buckets for one in getattr(bucket, name)]
+        part: dict[str, Any] = {
+            name: [one for bucket in fields.buckets for one in getattr(bucket, name)]
             for name in ("names", "dtypes", "shapes")
-        ]
-        part = {
-            "update_id": update_id,
-            **dict(zip(("names", "dtypes", "shapes"), every, strict=True)),
-            "group": fields.group_name,
-            "timeout_s": self._context.part_timeout_s,
         }
+        part |= {"group": fields.group_name, "timeout_s": self._context.part_timeout_s}
+        parse_body(Part, part)
+        update_id = await self._prepare(fields.group_name, SglangUpdateFields())
+        part["update_id"] = update_id
         try:
             with begun():
                 # The trainer sends as soon as the answer is "ready", so what does not fit must fail before.
@@ -395,14 +388,11 @@ class Updates:
                 # `complete` raises the error. Until then it counts as retrieved.
                 task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
                 await self._wait_until_listening(update_id, task)
-        except PlaneError:  # the trainer will not send it
-            await self._abort(update_id)
+        except PlaneError:
+            with contextlib.suppress(PlaneError):  # the trainer will not send it
+                await self._context.calls.run("abort_weights_update", {"update_id": update_id})
             raise
         self._receiving = _Receiving(update_id, fields.num_buckets, fields.group_name, task)
-
-    async def _abort(self, update_id: str) -> None:
-        with contextlib.suppress(PlaneError):  # it may have ended
-            await self._context.calls.run("abort_weights_update", {"update_id": update_id})
 
     async def _wait_until_listening(self, update_id: str, task: asyncio.Task[dict[str, Any]]) -> None:
         """Waits until the fleet is locked for these tensors: another change may come first. The bounds of the call that
