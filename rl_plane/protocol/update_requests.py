@@ -155,8 +155,7 @@ class ReceiveRequest(Body):
     update_id: str = Field(min_length=1, max_length=128)
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
     transport: Transport | None = None
-    """None: nothing is received. An adapter is unloaded, or a worker that heals itself stages its kept copy of the base
-    weights."""
+    """None for an adapter: it is unloaded. None for base weights: the worker stages the copy that it keeps, to heal."""
     encoding: Encoding = "full"
     base: str | None = Field(None, pattern=DIGEST)
     """For a delta or a partial version: the digest of the version that it changes."""

@@ -58,9 +58,9 @@ class StandIn:
         self.receiver = self
         self.pausing, self.idle = asyncio.Event(), asyncio.Event()
         self.paused = False
-        self.looked = threading.Event()
-        self.look = threading.Event()
-        self.look.set()
+        self.asked = threading.Event()
+        self.may_answer = threading.Event()
+        self.may_answer.set()
 
     async def pause(self, mode: str, clear_cache: bool) -> bool:
         self.pausing.set()
@@ -91,8 +91,8 @@ class StandIn:
         """There is nothing."""
 
     def cached_digest(self) -> str:
-        self.looked.set()
-        assert self.look.wait(BOUND_S)
+        self.asked.set()
+        assert self.may_answer.wait(BOUND_S)
         return NEW
 
 
@@ -149,13 +149,13 @@ async def test_a_pause_after_a_commit_has_its_lease_also_if_the_deadline_passes(
     made = WeightVersion(first.version.run, 1, "one", NEW)
     source = VersionSource({"backend": "road"}, keep_staged=True)
     record = DecisionRecord(made, source, "u", made, keep_pause=True, fence=1, seal=1)
-    engine.looked.clear()
-    engine.look.clear()
+    engine.asked.clear()
+    engine.may_answer.clear()
     commit = Commit.model_validate({"update_id": "u", "record": record.to_wire(), "sequence": 2, "pause_s": 600.0})
     committing = asyncio.create_task(worker.calls.commit(commit, 1))
-    assert await asyncio.to_thread(engine.looked.wait, BOUND_S)  # the hosts are asked for their copies
+    assert await asyncio.to_thread(engine.asked.wait, BOUND_S)  # the hosts are asked for their copies
     committing.cancel()
-    engine.look.set()
+    engine.may_answer.set()
     with pytest.raises(asyncio.CancelledError):
         await committing
     assert (engine.paused, worker.state.pause_mode) == (True, "keep")
