@@ -173,9 +173,8 @@ class _Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if (
-            not self.transport.is_closing() and self.cycle.response_complete
-        ):  # else the next request was there already
+        next_is_here = not self.cycle.response_complete
+        if not (next_is_here or self.transport.is_closing()):
             self._heads.idle[self] = None
 
     def data_received(self, data: bytes) -> None:

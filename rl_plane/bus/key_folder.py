@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,7 @@ class KeyFolder:
             raise InvalidRequest(
                 f"the name {name[:64]!r} is no file name", field="NAME", fix="use a-z, 0-9 and '-', such as gpu-17"
             )
-        self._load()  # refuses a path that is no such folder
-        with changing(self.path):
-            fleet, keys = self._load()
+        with self._changing() as (fleet, keys):
             file_name = role if name is None else f"{role}-{name}"
             if any(key.name == file_name for key in keys):
                 raise InvalidRequest(
@@ -103,9 +102,7 @@ class KeyFolder:
 
     def remove(self, name: str) -> KnownKey:
         """Makes the server forget a key, from its next reload on. Deletes the seed."""
-        self._load()  # refuses a path that is no such folder
-        with changing(self.path):
-            fleet, keys = self._load()
+        with self._changing() as (fleet, keys):
             found = [key for key in keys if key.name == name]
             if not found:
                 raise InvalidRequest(
@@ -147,6 +144,13 @@ class KeyFolder:
         # A file that is there belongs to no key: the process that made it ended before the key was known.
         self._write(f"{name}.nk", "\n".join([*notes, seed.decode(), ""]), again=True)
         return KnownKey(name, role, public, instance_id)
+
+    @contextmanager
+    def _changing(self) -> Iterator[tuple[dict[str, Any], list[KnownKey]]]:
+        """The fleet and its keys, which no other process changes meanwhile."""
+        self._load()  # refuses a path that is no such folder
+        with changing(self.path):
+            yield self._load()
 
     def _load(self) -> tuple[dict[str, Any], list[KnownKey]]:
         try:
